@@ -1,0 +1,184 @@
+"""Every byte of the three-segment KV cache, in one place. Standard library only.
+
+Shape letters used throughout the project:
+
+    T  tokens of a batch        B  requests of a batch      S  context length of a request
+    H  query heads              Hk KV heads (of this rank)  G  H // Hk
+    D  head_dim                 L  attention layers         R  request rows (row 0 is padding)
+
+History block. One block holds ``BLOCK`` consecutive slots; a layer is one tensor
+``[num_blocks, Hk, block_bytes]`` of uint8 and a slot is ``(slot // BLOCK, slot % BLOCK)``::
+
+    one head of one block:  [K chunks | V chunks][BLOCK tokens][chunk_bytes]   codes
+                            [BLOCK tokens][k_meta + v_meta]                    16-bit metadata
+
+A row of D codes is D/8 16-bit halves; half ``i`` holds channels ``i + (D/8) * j`` in bits
+``2j, 2j+1``. ANDing a half with ``3 << 2j`` leaves a denormal FP16 number, which is how the
+CUDA kernel feeds codes to the tensor cores without converting them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK = 16
+BITS = 2
+META_BYTES = 2
+MAX_CHUNK_BYTES = 16
+SUPPORTED_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class HistoryLayout:
+    """Bytes of packed history for one attention layer.
+
+    ``k_meta``/``v_meta`` count the 16-bit metadata fields of a K/V row (step and lo: 2).
+    """
+
+    kv_heads: int
+    head_dim: int
+    k_meta: int = 2
+    v_meta: int = 2
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in SUPPORTED_HEAD_DIMS:
+            raise ValueError(
+                f"head_dim {self.head_dim} has no 2-bit layout; supported: "
+                f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))} (powers of two)"
+            )
+        if self.kv_heads < 1:
+            raise ValueError(f"kv_heads must be >= 1, got {self.kv_heads}")
+
+    @property
+    def row_bytes(self) -> int:
+        """Code bytes of one K (or V) row."""
+        return self.head_dim * BITS // 8
+
+    @property
+    def chunk_bytes(self) -> int:
+        return min(MAX_CHUNK_BYTES, self.row_bytes)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one K (or V) row."""
+        return self.row_bytes // self.chunk_bytes
+
+    @property
+    def meta_fields(self) -> int:
+        return self.k_meta + self.v_meta
+
+    @property
+    def code_bytes_per_block(self) -> int:
+        """Code bytes of one head of one block; metadata starts here."""
+        return 2 * self.row_bytes * BLOCK
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one head of one block."""
+        return self.code_bytes_per_block + self.meta_fields * META_BYTES * BLOCK
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot in one layer, K and V, all KV heads, metadata included."""
+        return self.kv_heads * (2 * self.row_bytes + self.meta_fields * META_BYTES)
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.bytes_per_slot / (2 * self.kv_heads * self.head_dim)
+
+    def num_blocks(self, num_slots: int) -> int:
+        return _ceil_div(num_slots, BLOCK)
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """Exact windows of a request: ``n_sink`` first and ``n_recent`` last positions."""
+
+    n_sink: int = 64
+    n_recent: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in (("sink", self.n_sink), ("recent", self.n_recent)):
+            if value < 1:
+                raise ValueError(f"the {name} window must hold at least 1 token, got {value}")
+
+    @property
+    def tokens(self) -> int:
+        return self.n_sink + self.n_recent
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one rank allocates for the KV cache, in bytes, part by part.
+
+    ``itemsize`` is that of a window element (the model's dtype). ``codec_params`` are the
+    float32 ``[Hk, D, D]`` matrices a layer's codec keeps on the device.
+    """
+
+    layers: int
+    history: HistoryLayout
+    windows: WindowLayout
+    rows: int
+    sink_cache_rows: int
+    scratch_tokens: int
+    itemsize: int
+    codec_params: int = 3
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Marginal cost of one more slot, all layers."""
+        return self.layers * self.history.bytes_per_slot
+
+    @property
+    def bf16_bytes_per_token(self) -> int:
+        """What SGLang's BF16 cache would spend on a slot."""
+        return self.layers * self.history.kv_heads * 2 * self.history.head_dim * 2
+
+    @property
+    def _row_bytes(self) -> int:
+        """One exact K and V row of one layer."""
+        return self.history.kv_heads * 2 * self.history.head_dim * self.itemsize
+
+    def history_bytes(self, num_slots: int) -> int:
+        h = self.history
+        return self.layers * h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        return self.layers * self.rows * self.windows.tokens * self._row_bytes
+
+    @property
+    def sink_cache_bytes(self) -> int:
+        return self.sink_cache_rows * (self.layers * self._row_bytes + 8)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.scratch_tokens * self.history.kv_heads * 2 * self.history.head_dim * 4
+
+    @property
+    def codec_bytes(self) -> int:
+        return self.layers * self.codec_params * self.history.kv_heads * self.history.head_dim**2 * 4
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything that does not grow with the number of slots."""
+        return self.window_bytes + self.sink_cache_bytes + self.scratch_bytes + self.codec_bytes
+
+    def effective_bits(self, context: int) -> float:
+        """Bits per K/V element of one request of ``context`` tokens: its own history rows plus
+        its exact window rows (every window token also has a history row)."""
+        exact = min(context, self.windows.tokens) * self._row_bytes * self.layers
+        elements = context * self.layers * self.history.kv_heads * 2 * self.history.head_dim
+        return 8 * (context * self.bytes_per_token + exact) / elements
+
+    def break_even(self) -> int:
+        """Shortest context at which a request costs less than in SGLang's BF16 cache.
+
+        A request pays its whole windows whether it fills them or not.
+        """
+        window = self.layers * self.windows.tokens * self._row_bytes
+        return _ceil_div(window, self.bf16_bytes_per_token - self.bytes_per_token)

@@ -1,0 +1,266 @@
+"""Three-segment attention in plain PyTorch: the specification the GPU kernels are tested against.
+
+A request whose context is ``S`` tokens long, of which ``P = prefix`` were cached before this
+batch, reads
+
+    [0, n_sink)            sink     exact, ``WindowStore.sink[row, pos]``
+    [n_sink, hist_end)     history  2-bit, ``HistoryStore`` at slot ``req_to_token[row, pos]``
+    [max(n_sink, hist_end), P)      recent   exact, ring
+    [P, S)                 fresh    this batch's own rows, causal
+
+    hist_end = min(P, max(n_sink, recent_start[row], P + 1 - n_recent))
+
+i.e. the boundary that the first fresh token sees; a decode step is a chunk of one token, so one
+path serves decode, chunked prefill, new turns on a cached prefix and mixed batches alike.
+Clear before fast: one Python loop over the requests of a batch, none over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .codec import CodecSpec, LayerParams, decode_rows, encode_k, encode_v, rotate
+from .layout import WindowLayout
+from .stores import HistoryStore, SinkCache, WindowStore
+
+_QUERY_TILE = 512
+
+
+@dataclass
+class Segments:
+    """The stores of one pool and the codec that fills them."""
+
+    spec: CodecSpec
+    params: list[LayerParams]
+    history: HistoryStore
+    windows: WindowStore
+    sinks: SinkCache
+
+
+@dataclass
+class Batch:
+    """One forward pass. All int64; T = sum of fresh lengths.
+
+    rows, prefix_lens, seq_lens, hist_end  [B]
+    starts                                 [B] offset of each request's first token in T
+    token_rows, positions, slots, ends     [T] (ends: seq_len of the token's request)
+    sink_index                             [n] tokens written to the sink cache
+    """
+
+    rows: torch.Tensor
+    prefix_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    hist_end: torch.Tensor
+    starts: torch.Tensor
+    token_rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor
+    sink_index: torch.Tensor
+
+
+def history_end(
+    prefix_lens: torch.Tensor, recent_start: torch.Tensor, windows: WindowLayout
+) -> torch.Tensor:
+    """End of the history segment, [B] int64 (see the module docstring)."""
+    low = torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)
+    return torch.minimum(prefix_lens, low.clamp_min(windows.n_sink))
+
+
+def plan_batch(
+    seg: Segments,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slots: torch.Tensor,
+) -> Batch:
+    """Metadata of one forward. Claims the sink-cache rows of the sink tokens it writes."""
+    rows, prefix_lens, seq_lens, slots = (
+        x.to(torch.int64) for x in (rows, prefix_lens, seq_lens, slots)
+    )
+    fresh = seq_lens - prefix_lens
+    starts = fresh.cumsum(0) - fresh
+    request = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), fresh)
+    positions = torch.arange(len(request), device=rows.device) - (starts - prefix_lens)[request]
+    token_rows = rows[request]
+    # Row 0 and slot 0 are padding: they are written like any other, and never tagged.
+    sink = ((positions < seg.windows.windows.n_sink) & (slots > 0)).nonzero().squeeze(-1)
+    sink = sink[seg.sinks.winners(slots[sink])]
+    seg.sinks.claim(slots[sink])
+    return Batch(
+        rows=rows,
+        prefix_lens=prefix_lens,
+        seq_lens=seq_lens,
+        hist_end=history_end(prefix_lens, seg.windows.recent_start[rows], seg.windows.windows),
+        starts=starts,
+        token_rows=token_rows,
+        positions=positions,
+        slots=slots,
+        ends=seq_lens[request],
+        sink_index=sink,
+    )
+
+
+def restore_sinks(seg: Segments, row: int, slots: torch.Tensor) -> int:
+    """Fill the sink rows of request ``row`` from a cached prefix; returns the sink-cache hits.
+
+    ``slots`` [n] int64: slots of positions 0..n-1, n <= n_sink. A miss is read from history.
+    Must run before ``plan_batch`` of the same forward, which may claim rows of other slots.
+    """
+    hit = seg.sinks.hits(slots)
+    positions = torch.arange(len(slots), device=slots.device)
+    for layer in range(len(seg.params)):
+        k, v = seg.sinks.read(layer, slots)
+        if not bool(hit.all()):
+            k_rows, v_rows = seg.history.read(layer, slots)
+            miss = ~hit[:, None, None]
+            k = torch.where(miss, decode_rows(k_rows).to(k.dtype), k)
+            v = torch.where(miss, decode_rows(v_rows).to(v.dtype), v)
+        seg.windows.sink_k[layer][row, positions] = k
+        seg.windows.sink_v[layer][row, positions] = v
+    return int(hit.sum())
+
+
+def store(seg: Segments, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write k, v [T, Hk, D] (any float dtype, not rotated) to every store of ``layer``."""
+    params = seg.params[layer]
+    k_rot, v_rot = rotate(k, params.r_k), rotate(v, params.r_v)
+    seg.windows.write(layer, batch.token_rows, batch.positions, batch.ends, k_rot, v_rot)
+    sink = batch.sink_index
+    seg.sinks.write(layer, batch.slots[sink], k_rot[sink], v_rot[sink])
+    seg.history.write(
+        layer,
+        batch.slots,
+        encode_k(seg.spec, params, k_rot),
+        encode_v(seg.spec, v_rot),
+    )
+
+
+def materialise(
+    seg: Segments,
+    layer: int,
+    row: int,
+    slots: torch.Tensor,
+    start: int,
+    hist_end: int,
+    out_k: torch.Tensor,
+    out_v: torch.Tensor,
+) -> None:
+    """Rotated rows of positions [start, start + n) of a request, from whichever segment holds
+    them, into out_k, out_v [n, Hk, D]. ``slots`` [n] int64: the slots of those positions."""
+    n_sink = seg.windows.windows.n_sink
+    positions = torch.arange(start, start + len(slots), device=slots.device)
+    sink = positions < n_sink
+    history = (positions >= n_sink) & (positions < hist_end)
+    recent = (positions >= n_sink) & (positions >= hist_end)
+    for mask, read in ((sink, seg.windows.read_sink), (recent, seg.windows.read_recent)):
+        k, v = read(layer, row, positions[mask])
+        out_k[mask], out_v[mask] = k.to(out_k.dtype), v.to(out_v.dtype)
+    k_rows, v_rows = seg.history.read(layer, slots[history])
+    out_k[history] = decode_rows(k_rows).to(out_k.dtype)
+    out_v[history] = decode_rows(v_rows).to(out_v.dtype)
+
+
+@dataclass
+class Partial:
+    """Attention over some of the keys: out [n, H, D] normalised, lse [n, H], both float32."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @staticmethod
+    def empty(n: int, heads: int, dim: int, device) -> Partial:
+        lse = torch.full((n, heads), -torch.inf, device=device)
+        return Partial(torch.zeros(n, heads, dim, device=device), lse)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Online-softmax union of two disjoint sets of keys; an empty side contributes nothing."""
+    top = torch.maximum(a.lse, b.lse)
+    safe = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    wa, wb = (a.lse - safe).exp(), (b.lse - safe).exp()
+    total = wa + wb
+    inv = torch.where(total > 0, 1 / total, torch.zeros_like(total))
+    out = a.out * (wa * inv)[..., None] + b.out * (wb * inv)[..., None]
+    return Partial(out, safe + total.log())
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+    causal: bool = False,
+) -> Partial:
+    """softmax(q k^T * scale) v with LSE, float32 inside.
+
+    q [n, H, D], k and v [m, Hk, D]; causal: query i sees keys 0..i (n == m).
+    """
+    n, heads, dim = q.shape
+    if len(k) == 0:
+        return Partial.empty(n, heads, v.shape[-1], q.device)
+    kf, vf = k.float().movedim(0, 1), v.float().movedim(0, 1)  # [Hk, m, D]
+    outs, lses = [], []
+    for first in range(0, n, _QUERY_TILE):
+        tile = q[first : first + _QUERY_TILE].float()
+        grouped = tile.view(len(tile), kf.shape[0], -1, dim).permute(1, 2, 0, 3)  # [Hk, G, t, D]
+        logits = grouped @ kf[:, None].transpose(-1, -2) * scale
+        if logit_cap > 0:
+            logits = logit_cap * torch.tanh(logits / logit_cap)
+        if causal:
+            index = torch.arange(first, first + len(tile), device=q.device)
+            future = torch.arange(len(k), device=q.device)[None, :] > index[:, None]
+            logits = logits.masked_fill(future, -torch.inf)
+        lse = logits.logsumexp(-1)
+        out = (logits - lse[..., None]).exp() @ vf[:, None]
+        outs.append(out.permute(2, 0, 1, 3).reshape(len(tile), heads, -1))
+        lses.append(lse.permute(2, 0, 1).reshape(len(tile), heads))
+    return Partial(torch.cat(outs), torch.cat(lses))
+
+
+def attention(
+    seg: Segments,
+    layer: int,
+    batch: Batch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    req_to_token: torch.Tensor,
+    scratch: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """Attention of fresh tokens over their cached prefix and themselves. Call before ``store``:
+    storing a long chunk overwrites ring rows that the prefix still needs.
+
+    q             [T, H, D]          not rotated, as are k, v [T, Hk, D]
+    req_to_token  [R, max_context]   int32 slots
+    scratch       [2, tile, Hk, D]   float32, holds one tile of the prefix
+    returns       [T, H, D] float32  in the model's basis
+    """
+    params = seg.params[layer]
+    q_rot = rotate(q, params.r_k)
+    inverse_v = params.r_v.transpose(-1, -2)
+    out = torch.empty(*q.shape[:2], v.shape[-1], device=q.device)
+    tile = scratch.shape[1]
+    spans = zip(
+        *(x.tolist() for x in (batch.rows, batch.starts, batch.prefix_lens, batch.seq_lens)),
+        batch.hist_end.tolist(),
+        strict=True,
+    )
+    for row, start, prefix, seq_len, hist_end in spans:
+        mine = slice(start, start + seq_len - prefix)
+        cached = Partial.empty(seq_len - prefix, q.shape[1], v.shape[-1], q.device)
+        for first in range(0, prefix, tile):
+            n = min(tile, prefix - first)
+            slots = req_to_token[row, first : first + n].long()
+            tile_k, tile_v = scratch[0, :n], scratch[1, :n]
+            materialise(seg, layer, row, slots, first, hist_end, tile_k, tile_v)
+            cached = merge(cached, attend(q_rot[mine], tile_k, tile_v, scale, logit_cap))
+        cached.out = rotate(cached.out, inverse_v)
+        fresh = attend(q[mine], k[mine], v[mine], scale, logit_cap, causal=True)
+        out[mine] = merge(cached, fresh).out
+    return out

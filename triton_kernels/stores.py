@@ -1,0 +1,170 @@
+"""The three stores behind the KV pool, as plain torch tensors on any device.
+
+    HistoryStore   2-bit codes + metadata of every slot of SGLang's allocator (written through)
+    WindowStore    exact rotated rows of running requests: sink and recent ring, by request row
+    SinkCache      exact sink rows of cached prefixes, direct-mapped by slot
+
+None of them owns or frees anything: slots are SGLang's, request rows are SGLang's, and the sink
+cache is a hint whose tag says whether it can be used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .codec import Rows
+from .layout import BLOCK, HistoryLayout, WindowLayout
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class HistoryStore:
+    """Packed rows of all slots.
+
+    blocks  L x [num_blocks, Hk, block_bytes] uint8, the layout of ``layout.HistoryLayout``
+    """
+
+    def __init__(self, layout: HistoryLayout, layers: int, num_slots: int, device) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+        shape = (layout.num_blocks(num_slots), layout.kv_heads, layout.block_bytes)
+        self.blocks = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        return nbytes(*self.blocks)
+
+    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """codes [num_blocks, Hk, 2*chunks, BLOCK, chunk_bytes], meta [num_blocks, Hk, BLOCK, M]."""
+        h, b = self.layout, self.blocks[layer]
+        codes = b[:, :, : h.code_bytes_per_block]
+        meta = b[:, :, h.code_bytes_per_block :].view(torch.float16)
+        return (
+            codes.unflatten(-1, (2 * h.chunks, BLOCK, h.chunk_bytes)),
+            meta.unflatten(-1, (BLOCK, h.meta_fields)),
+        )
+
+    def write(self, layer: int, slots: torch.Tensor, k: Rows, v: Rows) -> None:
+        """Write encoded rows [T, Hk, ...] to ``slots`` [T] int64 (distinct, except padding 0)."""
+        codes, meta = self._views(layer)
+        block, token = slots // BLOCK, slots % BLOCK
+        packed = torch.cat([k.packed, v.packed], -1)
+        codes[block, :, :, token] = packed.unflatten(-1, (-1, self.layout.chunk_bytes))
+        meta[block, :, token] = torch.cat([k.meta, v.meta], -1)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[Rows, Rows]:
+        """Encoded K and V rows [T, Hk, ...] of ``slots`` [T] int64."""
+        h = self.layout
+        codes, meta = self._views(layer)
+        block, token = slots // BLOCK, slots % BLOCK
+        packed, m = codes[block, :, :, token].flatten(-2), meta[block, :, token]
+        return (
+            Rows(packed[..., : h.row_bytes], m[..., : h.k_meta]),
+            Rows(packed[..., h.row_bytes :], m[..., h.k_meta :]),
+        )
+
+
+class WindowStore:
+    """Exact rotated rows, addressed by (request row, position).
+
+    sink_k, sink_v      L x [R, n_sink, Hk, D]    position p < n_sink at [row, p]
+    recent_k, recent_v  L x [R, n_recent, Hk, D]  position p at [row, p % n_recent]
+    recent_start        [R] int64                 first position whose row is in the ring
+    """
+
+    def __init__(
+        self, windows: WindowLayout, history: HistoryLayout, layers: int, rows: int, dtype, device
+    ) -> None:
+        self.windows = windows
+
+        def alloc(n: int) -> list[torch.Tensor]:
+            shape = (rows, n, history.kv_heads, history.head_dim)
+            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+        self.sink_k, self.sink_v = alloc(windows.n_sink), alloc(windows.n_sink)
+        self.recent_k, self.recent_v = alloc(windows.n_recent), alloc(windows.n_recent)
+        self.recent_start = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return nbytes(*self.sink_k, *self.sink_v, *self.recent_k, *self.recent_v)
+
+    def write(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        ends: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Write rotated rows k, v [T, Hk, D] of tokens at (rows, positions) [T] int64.
+
+        ``ends`` [T]: context length of the token's request after this batch; only the last
+        ``n_recent`` positions of a chunk go to the ring, so no ring row is written twice.
+        """
+        w = self.windows
+        sink = positions < w.n_sink
+        self._put(self.sink_k, self.sink_v, layer, rows, positions, sink, k, v)
+        recent = positions >= ends - w.n_recent
+        self._put(
+            self.recent_k, self.recent_v, layer, rows, positions % w.n_recent, recent, k, v
+        )
+
+    @staticmethod
+    def _put(keys, values, layer, rows, index, mask, k, v) -> None:
+        keys[layer][rows[mask], index[mask]] = k[mask].to(keys[layer].dtype)
+        values[layer][rows[mask], index[mask]] = v[mask].to(values[layer].dtype)
+
+    def read_sink(self, layer: int, row: int, positions: torch.Tensor):
+        return self.sink_k[layer][row, positions], self.sink_v[layer][row, positions]
+
+    def read_recent(self, layer: int, row: int, positions: torch.Tensor):
+        index = positions % self.windows.n_recent
+        return self.recent_k[layer][row, index], self.recent_v[layer][row, index]
+
+
+class SinkCache:
+    """Direct-mapped exact sink rows: slot ``s`` lives in row ``s % C`` while ``tag`` says so.
+
+    k, v  L x [C, Hk, D]     tag  [C] int64, the slot held or -1
+
+    A sink token is always written through, so a tag that matches can only hold the newest row
+    of that slot; a slot that was given to a non-sink position is never asked for.
+    """
+
+    def __init__(self, history: HistoryLayout, layers: int, cache_rows: int, dtype, device) -> None:
+        shape = (cache_rows, history.kv_heads, history.head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.tag = torch.full((cache_rows,), -1, dtype=torch.int64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return nbytes(*self.k, *self.v, self.tag)
+
+    def winners(self, slots: torch.Tensor) -> torch.Tensor:
+        """Mask over ``slots`` [T]: among slots that share a row the last one wins, so that all
+        layers and the tag agree."""
+        rows = slots % self.tag.shape[0]
+        order = torch.arange(len(slots), device=slots.device)
+        last = torch.full_like(self.tag, -1).scatter_reduce(0, rows, order, "amax")
+        return last[rows] == order
+
+    def claim(self, slots: torch.Tensor) -> None:
+        """Tag the rows of ``slots`` [T] (winners only) before their layers are written."""
+        self.tag[slots % self.tag.shape[0]] = slots
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        index = slots % self.tag.shape[0]
+        self.k[layer][index] = k.to(self.k[layer].dtype)
+        self.v[layer][index] = v.to(self.v[layer].dtype)
+
+    def hits(self, slots: torch.Tensor) -> torch.Tensor:
+        return self.tag[slots % self.tag.shape[0]] == slots
+
+    def read(self, layer: int, slots: torch.Tensor):
+        index = slots % self.tag.shape[0]
+        return self.k[layer][index], self.v[layer][index]
