@@ -161,7 +161,9 @@ class MemoryPlan:
 
     @property
     def codec_bytes(self) -> int:
-        return self.layers * self.codec_params * self.history.kv_heads * self.history.head_dim**2 * 4
+        return (
+            self.layers * self.codec_params * self.history.kv_heads * self.history.head_dim**2 * 4
+        )
 
     @property
     def fixed_bytes(self) -> int:

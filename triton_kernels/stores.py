@@ -109,9 +109,7 @@ class WindowStore:
         sink = positions < w.n_sink
         self._put(self.sink_k, self.sink_v, layer, rows, positions, sink, k, v)
         recent = positions >= ends - w.n_recent
-        self._put(
-            self.recent_k, self.recent_v, layer, rows, positions % w.n_recent, recent, k, v
-        )
+        self._put(self.recent_k, self.recent_v, layer, rows, positions % w.n_recent, recent, k, v)
 
     @staticmethod
     def _put(keys, values, layer, rows, index, mask, k, v) -> None:

@@ -1,0 +1,24 @@
+"""Calibration: a model and some tokens in, an ``Artifact`` out. No SGLang, no GPU needed.
+
+    calibrate(model_dir, codec, data, tokens)   run the model, fit the codec        (pipeline.py)
+    ensure_artifact(model_dir, codec)           the same, cached per user and model (auto.py)
+    QuantisedCache(model, artifact, windows)    run a model on a quantised cache    (emulate.py)
+
+Names are resolved on first use: importing this package imports neither torch nor transformers.
+"""
+
+from importlib import import_module
+
+_HOME = {
+    "CalibrationError": "errors",
+    "QuantisedCache": "emulate",
+    "calibrate": "pipeline",
+    "ensure_artifact": "auto",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -1,0 +1,61 @@
+"""Run a transformers model with an attention function of ours, without touching its code.
+
+Every causal LM with standard heads calls one function ``(module, q, k, v, ...)`` after QK-norm and
+RoPE, chosen by name from ``transformers.AttentionInterface``: that is the seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from .errors import CalibrationError
+
+# (layer, q [B, H, T, D], k [B, Hk, S, D], v [B, Hk, S, D], scale) -> o [B, H, T, D]
+AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+_NAME = "oscar_sglang"
+_active: list[AttentionFunction] = []
+
+
+@contextmanager
+def replaced_attention(model: PreTrainedModel, function: AttentionFunction) -> Iterator[None]:
+    """Within the block ``model`` attends through ``function``. Not for two models at once."""
+    previous = model.config._attn_implementation
+    AttentionInterface.register(_NAME, _dispatch)
+    _active.append(function)
+    try:
+        model.set_attn_implementation(_NAME)
+        yield
+    finally:
+        _active.pop()
+        model.set_attn_implementation(previous)
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Exact causal attention of one whole sequence: [B, H, T, D] of q's dtype and device."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
+        if kwargs.get(name) is not None:
+            raise CalibrationError(f"attention with {name} is not supported")
+    if attention_mask is not None:
+        raise CalibrationError("padded or masked batches are not supported: run one sequence")
+    if query.shape[-1] != value.shape[-1]:
+        raise CalibrationError(
+            f"K heads of {query.shape[-1]} and V heads of {value.shape[-1]} channels (MLA?) are "
+            "not supported"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _active[-1](module.layer_idx, query, key, value, scale)
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,110 @@
+"""Model + token sequences -> Moments per layer. The transformers front end of calibration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..fingerprint import read_config, text_config
+from ..kernels.layout import SUPPORTED_HEAD_DIMS
+from .attention import causal_attention, replaced_attention
+from .errors import CalibrationError
+from .stats import LayerStats, Moments
+
+Progress = Callable[[str, int, int], None]  # (stage, done, total)
+
+
+def check_supported(model_dir: Path, head_dim: int) -> None:
+    """Refuse, from config.json, models whose KV cache is not standard K/V heads everywhere."""
+    text = text_config(read_config(model_dir))
+    if text.get("kv_lora_rank"):
+        raise CalibrationError(
+            f"{model_dir}: latent attention (MLA, kv_lora_rank {text['kv_lora_rank']}) has no K/V "
+            "heads to quantise; serve it without the 2-bit cache"
+        )
+    if _slides(text):
+        raise CalibrationError(
+            f"{model_dir}: has sliding-window attention layers, which the 2-bit cache does not "
+            "support; serve it without the 2-bit cache"
+        )
+    if head_dim not in SUPPORTED_HEAD_DIMS:
+        raise CalibrationError(
+            f"{model_dir}: head_dim {head_dim} is not supported; supported: "
+            f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))}"
+        )
+
+
+def _slides(text: dict[str, Any]) -> bool:
+    kinds = text.get("layer_types")
+    if kinds:
+        return any(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
+
+
+def load_model(model_dir: Path, device: str) -> PreTrainedModel:
+    """The model in eval mode: float32 on a CPU, bfloat16 elsewhere."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+        return model.to(device).eval()
+    except Exception as error:  # transformers raises whatever it likes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CalibrationError(f"{model_dir}: transformers cannot load this model: {reason}") from error
+
+
+@torch.no_grad()
+def collect(
+    model: PreTrainedModel,
+    sequences: Sequence[torch.Tensor],
+    n_sink: int = 64,
+    capacity: int = 512,
+    progress: Progress | None = None,
+) -> list[Moments]:
+    """Moments of every layer over positions >= n_sink of each sequence ([T] int64 ids).
+
+    Logits are never computed and one sequence is in memory at a time. ``capacity`` bounds the
+    held-back rows per layer.
+    """
+    stats: dict[int, LayerStats] = {}
+    seen = 0
+
+    def attend(layer, q, k, v, scale):
+        o = causal_attention(q.float(), k.float(), v.float(), scale)
+        rows = [x[0, :, n_sink:].transpose(0, 1) for x in (q, k, v, o)]
+        index = seen + torch.arange(len(rows[0]), device=q.device)
+        stats.setdefault(layer, LayerStats(capacity)).update(index, *rows)
+        return o.to(q.dtype)
+
+    total = sum(map(len, sequences))
+    done = 0
+    with replaced_attention(model, attend):
+        for ids in sequences:
+            model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
+            seen += max(0, len(ids) - n_sink)
+            done += len(ids)
+            if progress:
+                progress("running the model", done, total)
+    return _finish(stats, model.config.get_text_config().num_hidden_layers)
+
+
+def _finish(stats: dict[int, LayerStats], layers: int) -> list[Moments]:
+    if sorted(stats) != list(range(layers)):
+        raise CalibrationError(
+            f"saw attention in layers {sorted(stats)} of {layers}: models that mix in other kinds "
+            "of layers are not supported"
+        )
+    moments = []
+    for layer in range(layers):
+        m = stats[layer].finish()
+        if not all(bool(t.isfinite().all()) for t in (m.ktk, m.vtv, m.qtq, m.oto)):
+            raise CalibrationError(f"layer {layer}: K, V or Q is NaN or infinite")
+        moments.append(m)
+    return moments

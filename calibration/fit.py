@@ -1,0 +1,154 @@
+"""Moments -> codec parameters. Pure, deterministic, float64 inside.
+
+Notation: ``M = E[q^T q]``, so that the expected squared error of a logit is ``e M e^T`` for an
+error e of k. Errors reported are relative: ``E[e M e^T] / E[k M k^T]`` over held-back rows for K,
+``E[|e|^2] / E[|v|^2]`` for V.
+
+K bases tried (H: Hadamard; an asymmetric range codes the direction of H's column 0 for free):
+
+    mean      Householder(k_mean -> e0) H        the mean costs nothing
+    ktk       eigenvectors of E[k^T k], descending, H
+    qtq       eigenvectors of M, ascending, H    (OSCAR, arXiv 2605.17757)
+    hadamard  H
+
+Feedback (GPTQ, arXiv 2210.17323) rounds in the metric ``G = R^T M R + damping tr(.)/D I``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.codec import (
+    CODECS,
+    CodecSpec,
+    LayerParams,
+    Rows,
+    decode_rows,
+    encode_k,
+    encode_v,
+    rotate,
+)
+from .hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
+from .stats import Moments
+
+DAMPING = 0.05
+K_BASES = {"feedback": ("mean", "ktk", "qtq", "hadamard"), "aligned": ("mean",), "oscar": ("qtq",)}
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """Parameters of one layer and the report kept in the artifact (JSON values)."""
+
+    params: LayerParams
+    report: dict[str, Any]
+
+
+def fit_layer(moments: Moments, codec: str, damping: float = DAMPING) -> LayerFit:
+    """Fit one layer; with several K bases, each head keeps the one with the smallest error."""
+    spec = CODECS[codec]
+    r_v = _v_basis(moments, codec).float()
+    candidates = {}
+    errors = {}
+    for name in K_BASES[codec]:
+        r_k = _k_basis(moments, name, permute=codec == "oscar")
+        factor = feedback_factor(r_k, moments.qtq, damping).float() if spec.k_feedback else None
+        candidates[name] = LayerParams(r_k.float(), r_v, factor)
+        errors[name] = k_error(spec, candidates[name], moments)
+    names = list(candidates)
+    chosen = torch.stack([errors[n] for n in names]).argmin(0).tolist()
+    params = _mix([candidates[n] for n in names], chosen)
+    report = {
+        "k_basis": [names[i] for i in chosen],
+        "k_error": {n: _rounded(errors[n]) for n in names},
+        "k_error_plain": _rounded(k_error(spec, params, moments, feedback=False)),
+        "v_error": _rounded(v_error(spec, params, moments)),
+        "k_mean_energy": _rounded(mean_energy(moments)),
+    }
+    return LayerFit(params, report)
+
+
+def feedback_factor(r_k: torch.Tensor, m: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+    """Strictly upper triangular F [Hk, D, D] float64 with row j = U[j, j+1:] / U[j, j], where
+    ``U^T U = G^-1`` and ``G = r_k^T m r_k + damping tr(.)/D I``; zero where m is zero."""
+    g = r_k.mT @ m.double() @ r_k
+    eye = torch.eye(g.shape[-1], dtype=g.dtype)
+    trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    g = torch.where(trace > 0, g + damping * trace / g.shape[-1] * eye, eye)
+    inverse = torch.linalg.inv(g)
+    u = torch.linalg.cholesky((inverse + inverse.mT) / 2, upper=True)
+    return (u / u.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
+
+
+def k_error(
+    spec: CodecSpec, params: LayerParams, moments: Moments, feedback: bool = True
+) -> torch.Tensor:
+    """Relative metric error of the held-back keys [Hk] float64; ``feedback=False`` rounds plainly."""
+    k_rot = rotate(moments.held_k, params.r_k)
+    if not feedback:
+        params = params._replace(factor=torch.zeros_like(params.r_k))
+    error = k_rot.double() - decode_rows(encode_k(spec, params, k_rot)).double()
+    m_rot = params.r_k.double().mT @ moments.qtq @ params.r_k.double()
+    return _ratio(_energy(error, m_rot), _energy(k_rot.double(), m_rot))
+
+
+def v_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
+    """Relative squared error of the held-back values [Hk] float64."""
+    v_rot = rotate(moments.held_v, params.r_v)
+    rows: Rows = encode_v(spec, v_rot)
+    error = v_rot.double() - decode_rows(rows).double()
+    return _ratio(error.square().sum((0, 2)), v_rot.double().square().sum((0, 2)))
+
+
+def mean_energy(moments: Moments) -> torch.Tensor:
+    """Part of K's energy held by its mean, [Hk] in [0, 1]."""
+    total = moments.ktk.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return _ratio(moments.k_mean.square().sum(-1), total)
+
+
+def _k_basis(moments: Moments, name: str, permute: bool) -> torch.Tensor:
+    """[Hk, D, D] float64; ``permute`` applies OSCAR's bit reversal to the columns."""
+    heads, d = moments.k_mean.shape
+    h = hadamard(d)
+    if name == "mean":
+        r = householder_to_e0(moments.k_mean) @ h
+    elif name == "ktk":
+        r = eigenbasis(moments.ktk, descending=True) @ h
+    elif name == "qtq":
+        r = eigenbasis(moments.qtq, descending=False) @ h
+    else:
+        r = h.expand(heads, d, d)
+    return r[..., d - 1 - bit_reversal(d)] if permute else r
+
+
+def _v_basis(moments: Moments, codec: str) -> torch.Tensor:
+    """Eigenvectors of E[o^T o] times H; OSCAR takes them ascending, and permuted."""
+    d = moments.k_mean.shape[-1]
+    r = eigenbasis(moments.oto, descending=codec != "oscar") @ hadamard(d)
+    return r[..., d - 1 - bit_reversal(d)] if codec == "oscar" else r
+
+
+def _mix(candidates: list[LayerParams], chosen: list[int]) -> LayerParams:
+    """Take head h from candidate ``chosen[h]``."""
+    columns = zip(*candidates, strict=True)
+    return LayerParams(
+        *(
+            None if c[0] is None else torch.stack([c[i][h] for h, i in enumerate(chosen)])
+            for c in columns
+        )
+    )
+
+
+def _energy(rows: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """Sum over rows of x m x^T: rows [n, Hk, D], m [Hk, D, D] -> [Hk]."""
+    return torch.einsum("nhd,hde,nhe->h", rows, m, rows)
+
+
+def _ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(b > 0, a / b.clamp_min(torch.finfo(b.dtype).tiny), 0.0)
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [float(f"{v:.4g}") for v in values.tolist()]

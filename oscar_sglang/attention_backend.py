@@ -1,0 +1,126 @@
+"""SGLang's attention backend over the three-segment pool (PyTorch reference path)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+
+from .kernels import reference
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from .memory_pool import OscarKVPool
+
+
+class OscarAttnBackend(AttentionBackend):
+    """Decode and extend are one path: a decode step is a chunk of one token.
+
+    The only state kept here is which generation of a request row was seen last: SGLang bumps
+    ``ReqToTokenPool.req_generation`` whenever a row is handed out, so a difference means that
+    the row's windows belong to somebody who is gone. It is read in batch order, on the thread
+    that launches forwards, like everything else in the pool.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        self.pool: OscarKVPool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
+        self.batch: reference.Batch | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        fb, seg = forward_batch, self.pool.segments
+        if fb.forward_mode.is_idle():
+            self.batch = None
+            return
+        if fb.forward_mode.is_decode():
+            prefix_lens = fb.seq_lens - 1
+        else:
+            prefix_lens = fb.extend_prefix_lens
+            self._start_requests(fb.req_pool_indices, prefix_lens)
+        self.batch = reference.plan_batch(
+            seg, fb.req_pool_indices, prefix_lens, fb.seq_lens, fb.out_cache_loc
+        )
+        self._count()
+
+    def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        """Take over request rows that were handed out since they were last seen here."""
+        generation = self.req_to_token_pool.req_generation
+        n_sink = self.pool.setup.plan.windows.n_sink
+        counters = self.pool.counters
+        for row, prefix in zip(rows.tolist(), prefix_lens.tolist(), strict=True):
+            if row == 0 or generation[row] == self.seen_generation[row]:
+                continue
+            self.seen_generation[row] = generation[row]
+            self.pool.segments.windows.recent_start[row] = prefix
+            if prefix:
+                cached = min(prefix, n_sink)
+                slots = self.req_to_token_pool.req_to_token[row, :cached].long()
+                hits = reference.restore_sinks(self.pool.segments, row, slots)
+                counters.requests_on_prefix += 1
+                counters.sink_hits += hits
+                counters.sink_misses += cached - hits
+
+    def _count(self) -> None:
+        batch, counters, windows = self.batch, self.pool.counters, self.pool.setup.plan.windows
+        counters.demoted_tokens += len(batch.slots)
+        counters.materialised_tokens += int(batch.prefix_lens.sum())
+        recent = batch.seq_lens - batch.hist_end.clamp_min(windows.n_sink)
+        sink = batch.seq_lens.clamp_max(windows.n_sink)
+        counters.window_tokens = int((sink + recent.clamp_min(0)).sum())
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
+        self._refuse_layer(layer, k, save_kv_cache, kwargs)
+        index = layer.layer_id - self.pool.start_layer
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        out = reference.attention(
+            self.pool.segments,
+            index,
+            self.batch,
+            q,
+            k,
+            v,
+            self.req_to_token_pool.req_to_token,
+            self.pool.scratch,
+            layer.scaling,
+            layer.logit_cap or 0.0,
+        )
+        reference.store(self.pool.segments, index, self.batch, k, v)
+        return out.to(q.dtype).flatten(1)
+
+    forward_decode = forward_extend
+
+    @staticmethod
+    def _refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
+        """Layers the start-up checks could not see; nothing is approximated silently."""
+        window = layer.sliding_window_size
+        for bad, what in (
+            (window is not None and window > 0, "a sliding window"),
+            (layer.is_cross_attention, "cross attention"),
+            (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
+            (kwargs.get("sinks") is not None, "learned attention sinks"),
+            (k is None or not save_kv_cache, "a KV cache shared between layers"),
+        ):
+            if bad:
+                raise NotImplementedError(
+                    f"layer {layer.layer_id} uses {what}, which int2 does not support; "
+                    "drop --kv-cache-dtype int2"
+                )

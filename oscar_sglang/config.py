@@ -1,0 +1,111 @@
+"""The one validated configuration object, and the only reader of our flags and environment.
+
+Flags exist twice: as ``--oscar-*`` on SGLang's command line and as ``oscar_*`` keywords of
+``sglang.Engine``. Both end in an ``OscarConfig`` that travels to the scheduler processes with
+SGLang's ``ServerArgs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+KV_CACHE_DTYPE = "int2"
+ATTENTION_BACKEND = "oscar"
+CODEC_NAMES = ("feedback", "aligned", "oscar")
+PREFIX = "oscar_"
+
+
+class OscarError(ValueError):
+    """A user's mistake or an unsupported combination; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class OscarConfig:
+    """What the user asked for. ``None`` means "chosen at start-up".
+
+    artifact           path of a calibrated artifact, or "auto"
+    sink_tokens        exact first positions of a request
+    recent_tokens      exact last positions of a request
+    sink_cache_tokens  rows of the exact sink store behind the prefix cache
+    scratch_tokens     prefix tokens materialised at a time during prefill
+    """
+
+    codec: str = "feedback"
+    artifact: str = "auto"
+    sink_tokens: int = 64
+    recent_tokens: int = 256
+    sink_cache_tokens: int | None = None
+    scratch_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.codec not in CODEC_NAMES:
+            raise OscarError(
+                f"--oscar-codec {self.codec!r} is unknown; choose one of {', '.join(CODEC_NAMES)}"
+            )
+        for name in ("sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OscarError(
+                    f"{flag(name)} must be a whole number of at least 1, got {value!r}; both "
+                    "windows are needed for quality (defaults: sink 64, recent 256)"
+                )
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> OscarConfig:
+        """From ``oscar_*`` options; absent or None values keep their default."""
+        known = {f.name for f in fields(cls)}
+        given = {k.removeprefix(PREFIX): v for k, v in options.items() if v is not None}
+        if unknown := sorted(set(given) - known):
+            raise OscarError(
+                f"unknown option(s) {', '.join(PREFIX + u for u in unknown)}; known: "
+                f"{', '.join(PREFIX + k for k in sorted(known))}"
+            )
+        return cls(**given)
+
+    def with_artifact(self, path: Path) -> OscarConfig:
+        return replace(self, artifact=str(path))
+
+
+def flag(field: str) -> str:
+    return "--" + (PREFIX + field).replace("_", "-")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--oscar-*``. Defaults are None here, so that a given flag can be told from a default."""
+    d = OscarConfig()
+    group = parser.add_argument_group("oscar: 2-bit KV cache (with --kv-cache-dtype int2)")
+    add = group.add_argument
+    add(flag("codec"), choices=CODEC_NAMES, help=f"2-bit codec (default {d.codec})")
+    add(
+        flag("artifact"),
+        metavar="PATH|auto",
+        help="calibrated artifact; auto finds or makes one in the cache directory (default auto)",
+    )
+    add(flag("sink_tokens"), type=int, help=f"exact first tokens (default {d.sink_tokens})")
+    add(flag("recent_tokens"), type=int, help=f"exact last tokens (default {d.recent_tokens})")
+    add(
+        flag("sink_cache_tokens"),
+        type=int,
+        help="exact sink rows kept for cached prefixes (default: sink tokens x 2 x running requests)",
+    )
+    add(
+        flag("scratch_tokens"),
+        type=int,
+        help=f"prefix tokens materialised at a time in prefill (default {d.scratch_tokens})",
+    )
+
+
+def option_names() -> list[str]:
+    return [PREFIX + f.name for f in fields(OscarConfig)]
+
+
+def cache_dir() -> Path:
+    """Where automatic artifacts live: $OSCAR_SGLANG_CACHE, else the XDG cache directory."""
+    if explicit := os.environ.get("OSCAR_SGLANG_CACHE"):
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "oscar_sglang"

@@ -1,0 +1,69 @@
+"""How many tokens and request rows fit: the 2-bit cache's side of SGLang's memory profile."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from .config import OscarConfig
+from .kernels.codec import CODECS
+from .kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
+
+logger = logging.getLogger(__name__)
+
+# Without --max-running-requests the windows may take this share of the cache's memory.
+_WINDOW_SHARE = 1 / 8
+_MAX_DEFAULT_ROWS = 256
+
+
+def make_plan(
+    config: OscarConfig,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    budget_bytes: int,
+    max_running_requests: int | None,
+) -> MemoryPlan:
+    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache.
+
+    ``max_running_requests`` None: as many request rows as ``_WINDOW_SHARE`` of the budget pays.
+    """
+    history = HistoryLayout(kv_heads, head_dim)
+    windows = WindowLayout(config.sink_tokens, config.recent_tokens)
+    if max_running_requests is None:
+        row = layers * windows.tokens * kv_heads * 2 * head_dim * itemsize
+        affordable = int(budget_bytes * _WINDOW_SHARE) // row
+        max_running_requests = max(1, min(affordable, _MAX_DEFAULT_ROWS))
+        logger.info(
+            "oscar: --max-running-requests %d chosen (windows cost %.1f MB per request row)",
+            max_running_requests,
+            row / 2**20,
+        )
+    return MemoryPlan(
+        layers=layers,
+        history=history,
+        windows=windows,
+        rows=max_running_requests + 1,  # row 0 is SGLang's padding row
+        sink_cache_rows=config.sink_cache_tokens or 2 * config.sink_tokens * max_running_requests,
+        scratch_tokens=config.scratch_tokens,
+        itemsize=itemsize,
+        codec_params=CODECS[config.codec].params,
+    )
+
+
+def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
+    """``make_plan`` from SGLang's ``KVCacheConfigurator``."""
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
+    requested = get_schedule().max_running_requests
+    return make_plan(
+        config,
+        layers=kvc.layer_info.num_effective_layers,
+        kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size),
+        head_dim=kvc.model_config.head_dim,
+        itemsize=kvc.model_dtype.itemsize,
+        budget_bytes=budget_bytes,
+        max_running_requests=requested and max(1, requested // kvc.ps.attn_dp_size),
+    )

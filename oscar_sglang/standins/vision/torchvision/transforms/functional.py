@@ -1,0 +1,3 @@
+from .._absent import absent
+
+__getattr__ = absent(__name__)

@@ -1,0 +1,101 @@
+"""From SGLang's arguments to a checked configuration, an artifact and the pool's set-up."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .config import ATTENTION_BACKEND, OscarConfig, OscarError
+from .refusals import refuse_model, refuse_options, refuse_page_size
+
+logger = logging.getLogger(__name__)
+
+_GPU_PAGE_SIZE = 16
+
+
+def prepare_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what contradicts int2 and fill in what int2 decides, before SGLang resolves them."""
+    refuse_options(_Namespace(kwargs))
+    kwargs = dict(kwargs, attention_backend=ATTENTION_BACKEND)
+    on_cpu = kwargs.get("device") == "cpu"
+    if kwargs.get("page_size") is None:
+        kwargs["page_size"] = 1 if on_cpu else _GPU_PAGE_SIZE
+    refuse_page_size(kwargs["page_size"], "cpu" if on_cpu else "cuda")
+    return kwargs
+
+
+class _Namespace:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
+    """Check the resolved arguments and the model, then find or make the artifact.
+
+    Runs in the launching process, before any weight is loaded for serving.
+    """
+    refuse_options(server_args)
+    refuse_page_size(server_args.page_size, server_args.device)
+    refuse_model(server_args.get_model_config())
+    return config.with_artifact(_find_artifact(server_args, config))
+
+
+def model_dir(server_args: Any) -> Path:
+    """The model's local folder; a hub name is downloaded to the cache SGLang itself uses."""
+    path = Path(server_args.model_path)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(server_args.model_path, revision=server_args.revision))
+
+
+def _find_artifact(server_args: Any, config: OscarConfig) -> Path:
+    from . import artifact as art
+
+    folder = model_dir(server_args)
+    fingerprint = art.Fingerprint.of(folder)
+    try:
+        if config.artifact != "auto":
+            path = Path(config.artifact).expanduser()
+            art.check(art.load(path), fingerprint, config.codec)
+            return path
+        if server_args.load_format == "dummy":
+            logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
+            return _save_temporary(art.data_free(fingerprint, config.codec))
+        from .calibration import ensure_artifact
+
+        made, path, created = ensure_artifact(folder, config.codec)
+        logger.info("oscar: artifact %s %s", path or made.id, "calibrated" if created else "found")
+        return path or _save_temporary(made)
+    except art.ArtifactError as error:
+        raise OscarError(str(error)) from error
+
+
+def _save_temporary(artifact: Any) -> Path:
+    path = Path(tempfile.mkdtemp(prefix="oscar_sglang_")) / "artifact.safetensors"
+    artifact.save(path)
+    return path
+
+
+def pool_setup(kvc: Any) -> Any:
+    """The pool's set-up in a scheduler process, from SGLang's ``KVCacheConfigurator``."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from . import artifact as art
+    from .hooks import config_of, plan_of
+    from .memory_pool import PoolSetup
+
+    config = config_of(kvc.server_args)
+    artifact = art.load(Path(config.artifact))
+    parallel = get_parallel()
+    params = art.shard(artifact, parallel.attn_tp_rank, parallel.attn_tp_size)
+    layers = kvc.layer_info
+    return PoolSetup(
+        plan=plan_of(kvc),
+        codec=config.codec,
+        params=params[layers.start_layer : layers.end_layer],
+        artifact_id=artifact.id,
+    )
