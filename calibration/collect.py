@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from ..fingerprint import read_config, text_config
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
@@ -49,15 +50,31 @@ def _slides(text: dict[str, Any]) -> bool:
 def load_model(model_dir: Path, device: str) -> PreTrainedModel:
     """The model in eval mode: float32 on a CPU, bfloat16 elsewhere."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            )
         return model.to(device).eval()
     except Exception as error:  # transformers raises whatever it likes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CalibrationError(f"{model_dir}: transformers cannot load this model: {reason}") from error
+        raise CalibrationError(
+            f"{model_dir}: transformers cannot load this model: {reason}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No loading bar and no warnings from transformers; leaves its settings as they were."""
+    bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
 
 
 @torch.no_grad()

@@ -85,7 +85,7 @@ def feedback_factor(r_k: torch.Tensor, m: torch.Tensor, damping: float = DAMPING
 def k_error(
     spec: CodecSpec, params: LayerParams, moments: Moments, feedback: bool = True
 ) -> torch.Tensor:
-    """Relative metric error of the held-back keys [Hk] float64; ``feedback=False`` rounds plainly."""
+    """Relative metric error of held-back keys [Hk] float64; ``feedback=False`` rounds plainly."""
     k_rot = rotate(moments.held_k, params.r_k)
     if not feedback:
         params = params._replace(factor=torch.zeros_like(params.r_k))

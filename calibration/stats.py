@@ -91,7 +91,9 @@ class LayerStats:
         n = {"k": self.count, "ktk": self.count, "vtv": self.count}
         mean = {name: s.cpu() / n.get(name, self.query_count) for name, s in self.sums.items()}
         k_mean = mean.pop("k")
-        return Moments(self.count, k_mean, **mean, held_k=self.held.rows[0], held_v=self.held.rows[1])
+        return Moments(
+            self.count, k_mean, **mean, held_k=self.held.rows[0], held_v=self.held.rows[1]
+        )
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value

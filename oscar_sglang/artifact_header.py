@@ -104,7 +104,8 @@ def _parse(path: Path, meta: dict[str, Any]) -> Header:
     if version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise ArtifactError(
-            f"{path}: format_version is {_show(version)}, this oscar_sglang reads {FORMAT_VERSION}; "
+            f"{path}: format_version is {_show(version)}, this oscar_sglang reads "
+            f"{FORMAT_VERSION}; "
             + ("upgrade oscar_sglang or " if newer else "")
             + "calibrate again: oscar-sglang calibrate --model DIR --out FILE"
         )
@@ -162,5 +163,6 @@ def _check_entries(path: Path, header: Header, raw: dict[str, Any], data_bytes: 
         )
         if dtype != "F32" or shape != expected[name]:
             raise ArtifactError(
-                f"{path}: tensor {name} is {_show(dtype)} {_show(shape)}, expected F32 {expected[name]}"
+                f"{path}: tensor {name} is {_show(dtype)} {_show(shape)}, expected F32 "
+                f"{expected[name]}"
             )

@@ -154,22 +154,24 @@ def feedback_codes(y: torch.Tensor, meta: torch.Tensor, factor: torch.Tensor) ->
 def decode(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """codes [..., D], meta [..., 2] -> float32 [..., D], still rotated."""
     step, lo = meta.float().unbind(-1)
-    return codes.float() * step[..., None] + lo[..., None]
+    return codes.float().mul_(step[..., None]).add_(lo[..., None])
+
+
+def _plane_shifts(device) -> torch.Tensor:
+    return torch.arange(0, 16, BITS, device=device, dtype=torch.int32).view(8, 1)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """codes [..., D] in 0..3 -> uint8 [..., D/4], order as in ``layout``."""
-    *lead, d = codes.shape
-    planes = codes.to(torch.uint8).view(*lead, 2, 4, d // 8)
-    shifts = torch.arange(0, 8, 2, device=codes.device, dtype=torch.uint8).view(4, 1)
-    return (planes << shifts).sum(-2, dtype=torch.uint8).transpose(-1, -2).flatten(-2)
+    planes = codes.unflatten(-1, (8, -1)).to(torch.int32)  # [..., 8, D/8]
+    halves = (planes << _plane_shifts(codes.device)).sum(-2, dtype=torch.int32)
+    return halves.to(torch.int16).view(torch.uint8)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., D/4] -> codes uint8 [..., D]."""
-    halves = packed.unflatten(-1, (-1, 2)).transpose(-1, -2)  # [..., 2, D/8]
-    shifts = torch.arange(0, 8, 2, device=packed.device, dtype=torch.uint8).view(4, 1)
-    return ((halves.unsqueeze(-2) >> shifts) & LEVELS).flatten(-3)
+    """uint8 [..., D/4] -> codes int16 [..., D]."""
+    halves = packed.view(torch.int16).unsqueeze(-2)  # [..., 1, D/8]
+    return ((halves >> _plane_shifts(packed.device).to(torch.int16)) & LEVELS).flatten(-2)
 
 
 def encode_k(spec: CodecSpec, params: LayerParams, k_rot: torch.Tensor) -> Rows:

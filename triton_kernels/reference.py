@@ -25,7 +25,7 @@ from .codec import CodecSpec, LayerParams, decode_rows, encode_k, encode_v, rota
 from .layout import WindowLayout
 from .stores import HistoryStore, SinkCache, WindowStore
 
-_QUERY_TILE = 512
+_QUERY_TILE = 256
 
 
 @dataclass
@@ -151,16 +151,23 @@ def materialise(
     """Rotated rows of positions [start, start + n) of a request, from whichever segment holds
     them, into out_k, out_v [n, Hk, D]. ``slots`` [n] int64: the slots of those positions."""
     n_sink = seg.windows.windows.n_sink
-    positions = torch.arange(start, start + len(slots), device=slots.device)
-    sink = positions < n_sink
-    history = (positions >= n_sink) & (positions < hist_end)
-    recent = (positions >= n_sink) & (positions >= hist_end)
-    for mask, read in ((sink, seg.windows.read_sink), (recent, seg.windows.read_recent)):
-        k, v = read(layer, row, positions[mask])
-        out_k[mask], out_v[mask] = k.to(out_k.dtype), v.to(out_v.dtype)
-    k_rows, v_rows = seg.history.read(layer, slots[history])
-    out_k[history] = decode_rows(k_rows).to(out_k.dtype)
-    out_v[history] = decode_rows(v_rows).to(out_v.dtype)
+    stop = start + len(slots)
+    exact_from = max(n_sink, hist_end)
+    for low, high, read in (
+        (0, n_sink, seg.windows.read_sink),
+        (exact_from, stop, seg.windows.read_recent),
+    ):
+        low, high = max(low, start), min(high, stop)
+        if low < high:
+            part = slice(low - start, high - start)
+            out_k[part], out_v[part] = read(
+                layer, row, torch.arange(low, high, device=slots.device)
+            )
+    low, high = max(n_sink, start), min(hist_end, stop)
+    if low < high:
+        part = slice(low - start, high - start)
+        k_rows, v_rows = seg.history.read(layer, slots[part])
+        out_k[part], out_v[part] = decode_rows(k_rows), decode_rows(v_rows)
 
 
 @dataclass
@@ -202,22 +209,25 @@ def attend(
     n, heads, dim = q.shape
     if len(k) == 0:
         return Partial.empty(n, heads, v.shape[-1], q.device)
-    kf, vf = k.float().movedim(0, 1), v.float().movedim(0, 1)  # [Hk, m, D]
+    kf, vf = k.float().movedim(0, 1)[:, None], v.float().movedim(0, 1)[:, None]  # [Hk, 1, m, D]
     outs, lses = [], []
     for first in range(0, n, _QUERY_TILE):
-        tile = q[first : first + _QUERY_TILE].float()
-        grouped = tile.view(len(tile), kf.shape[0], -1, dim).permute(1, 2, 0, 3)  # [Hk, G, t, D]
-        logits = grouped @ kf[:, None].transpose(-1, -2) * scale
+        tile = q[first : first + _QUERY_TILE].float() * scale
+        t = len(tile)
+        m = first + t if causal else len(k)
+        grouped = tile.view(t, kf.shape[0], -1, dim).permute(1, 2, 0, 3)  # [Hk, G, t, D]
+        logits = grouped @ kf[..., :m, :].transpose(-1, -2)
         if logit_cap > 0:
             logits = logit_cap * torch.tanh(logits / logit_cap)
         if causal:
-            index = torch.arange(first, first + len(tile), device=q.device)
-            future = torch.arange(len(k), device=q.device)[None, :] > index[:, None]
-            logits = logits.masked_fill(future, -torch.inf)
-        lse = logits.logsumexp(-1)
-        out = (logits - lse[..., None]).exp() @ vf[:, None]
-        outs.append(out.permute(2, 0, 1, 3).reshape(len(tile), heads, -1))
-        lses.append(lse.permute(2, 0, 1).reshape(len(tile), heads))
+            future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+            logits[..., first:].masked_fill_(future, -torch.inf)
+        top = logits.amax(-1, keepdim=True)
+        weights = logits.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = (weights @ vf[..., :m, :]) / total
+        outs.append(out.permute(2, 0, 1, 3).reshape(t, heads, -1))
+        lses.append((top + total.log()).permute(2, 0, 1, 3).reshape(t, heads))
     return Partial(torch.cat(outs), torch.cat(lses))
 
 

@@ -1,0 +1,110 @@
+"""Calibrate once per model, user and codec; later starts read the file. Used by the server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..artifact import Artifact, ArtifactError, Fingerprint, check, load
+
+logger = logging.getLogger(__name__)
+
+_LOCK_NOTICE_SECONDS = 5
+
+
+def cache_dir() -> Path:
+    """``$OSCAR_SGLANG_CACHE``, else ``$XDG_CACHE_HOME/oscar_sglang``, else ``~/.cache/...``."""
+    own = os.environ.get("OSCAR_SGLANG_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "oscar_sglang"
+
+
+def artifact_path(fingerprint: Fingerprint, codec: str) -> Path:
+    """Where the artifact of a model and codec is cached."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", fingerprint.architecture)
+    return cache_dir() / f"{name}-{fingerprint.key}-{codec}.safetensors"
+
+
+def ensure_artifact(
+    model_dir: Path | str, codec: str = "feedback", **options: Any
+) -> tuple[Artifact, Path | None, bool]:
+    """The cached artifact of a model, calibrated on random token ids if there is none yet.
+
+    ``options`` go to ``pipeline.calibrate`` (tokens, device, seed, progress). Returns the artifact,
+    its file (None if the cache directory cannot be written) and whether it was made now. A file
+    lock makes other processes wait instead of calibrating the same model twice.
+    """
+    fingerprint = Fingerprint.of(model_dir)
+    path = artifact_path(fingerprint, codec)
+    found = _valid(path, fingerprint, codec)
+    if found:
+        return found, path, False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+    except OSError as error:
+        logger.warning(
+            "oscar: cannot write the cache directory %s (%s): calibrating for this process only; "
+            "set OSCAR_SGLANG_CACHE to a writable directory to do it once",
+            path.parent,
+            error.strerror or error,
+        )
+        return _calibrate(model_dir, codec, options), None, True
+    try:
+        found = _valid(path, fingerprint, codec)  # another process may have made it meanwhile
+        if found:
+            return found, path, False
+        artifact = _calibrate(model_dir, codec, options)
+        return artifact, _save(artifact, path), True
+    finally:
+        lock.release()
+
+
+def _lock(path: Path) -> FileLock:
+    """An acquired lock beside ``path``; says so if it has to wait."""
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=_LOCK_NOTICE_SECONDS)
+    except Timeout:
+        logger.info("oscar: waiting for another process to calibrate %s", path.name)
+        lock.acquire()
+    return lock
+
+
+def _valid(path: Path, fingerprint: Fingerprint, codec: str) -> Artifact | None:
+    if not path.exists():
+        return None
+    try:
+        artifact = load(path)
+        check(artifact, fingerprint, codec)
+    except ArtifactError as error:
+        logger.warning("oscar: ignoring a cached artifact: %s", error)
+        return None
+    return artifact
+
+
+def _calibrate(model_dir: Path | str, codec: str, options: dict[str, Any]) -> Artifact:
+    from .pipeline import calibrate  # imports transformers, which a cache hit does not need
+
+    logger.info("oscar: calibrating codec %s for %s on random token ids, once", codec, model_dir)
+    artifact = calibrate(model_dir, codec, **options)
+    logger.info("oscar: calibrated in %s s", artifact.provenance["seconds"])
+    for warning in artifact.provenance["warnings"]:
+        logger.warning("oscar: calibration: %s", warning)
+    return artifact
+
+
+def _save(artifact: Artifact, path: Path) -> Path | None:
+    try:
+        artifact.save(path)
+    except ArtifactError as error:
+        logger.warning("oscar: using the new artifact without keeping it: %s", error)
+        return None
+    return path

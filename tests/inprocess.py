@@ -1,0 +1,138 @@
+"""One process, no scheduler: SGLang's ModelRunner on the int2 pool, fed hand-made batches.
+
+Gives tests what HTTP hides: full logits, chosen slots and request rows, forced tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Request:
+    """A request row of the runner: its tokens so far and where they live."""
+
+    row: int
+    tokens: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+class Runner:
+    """``Runner(model_dir, codec=..., **flags)``; flags are SGLang's, in Python spelling."""
+
+    def __init__(self, model_dir, artifact, *, max_total_tokens=8192, rows=9, **flags):
+        from oscar_sglang.launch_server import enter_cpu_mode
+
+        enter_cpu_mode()
+        torch.set_num_threads(1)
+        from sglang.benchmark import one_batch
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import (
+            PortArgs,
+            ServerArgs,
+            set_global_server_args_for_scheduler,
+        )
+
+        load_plugins()
+        args = ServerArgs(
+            model_path=str(model_dir),
+            device="cpu",
+            dtype="float32",
+            kv_cache_dtype="int2",
+            oscar_artifact=str(artifact),
+            disable_cuda_graph=True,
+            max_total_tokens=max_total_tokens,
+            max_running_requests=rows - 1,
+            **flags,
+        )
+        set_global_server_args_for_scheduler(args)
+        loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+        self.runner = loaded.torch_runner
+        self.pool = self.runner.token_to_kv_pool
+        self.segments = self.pool.segments
+        self.req_pool = self.runner.req_to_token_pool
+        self.next_slot = 1
+
+    def request(self, row: int, prefix: Request | None = None, cached: int = 0) -> Request:
+        """Take a request row, sharing the first ``cached`` slots of ``prefix`` (a radix hit)."""
+        self.req_pool.req_generation[row] += 1
+        request = Request(row)
+        if prefix is not None:
+            request.tokens = prefix.tokens[:cached]
+            request.slots = prefix.slots[:cached]
+            self._write_slots(request, 0)
+        return request
+
+    def slots(self, n: int) -> list[int]:
+        first = self.next_slot
+        self.next_slot += n
+        assert self.next_slot <= self.pool.size, "the test needs a larger pool"
+        return list(range(first, self.next_slot))
+
+    def extend(self, *work: tuple[Request, list[int]], slots: list[list[int]] | None = None):
+        """One extend batch: new tokens per request -> logits of each last token [B, vocab]."""
+        return self._run(work, slots, decode=False)
+
+    def decode(self, *work: tuple[Request, int]):
+        """One decode batch: one forced token per request -> logits [B, vocab]."""
+        return self._run([(r, [t]) for r, t in work], None, decode=True)
+
+    def _write_slots(self, request: Request, start: int) -> None:
+        new = torch.tensor(request.slots[start:], dtype=torch.int32)
+        self.req_pool.req_to_token[request.row, start : len(request.slots)] = new
+
+    @torch.no_grad()
+    def _run(self, work, slots, decode: bool):
+        from sglang.srt.model_executor.forward_batch_info import (
+            CaptureHiddenMode,
+            ForwardBatch,
+            ForwardMode,
+        )
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        prefix, fresh, new_slots, ids, positions = [], [], [], [], []
+        for i, (request, tokens) in enumerate(work):
+            start = len(request.tokens)
+            mine = slots[i] if slots else self.slots(len(tokens))
+            request.tokens += tokens
+            request.slots += mine
+            self._write_slots(request, start)
+            prefix.append(start)
+            fresh.append(len(tokens))
+            new_slots += mine
+            ids += tokens
+            positions += range(start, start + len(tokens))
+        seq = torch.tensor(prefix) + torch.tensor(fresh)
+        extend = {}
+        if not decode:
+            fresh_t = torch.tensor(fresh)
+            extend = dict(
+                extend_num_tokens=sum(fresh),
+                extend_seq_lens=fresh_t,
+                extend_seq_lens_cpu=fresh,
+                extend_prefix_lens=torch.tensor(prefix),
+                extend_prefix_lens_cpu=prefix,
+                extend_start_loc=fresh_t.cumsum(0) - fresh_t,
+                extend_logprob_start_lens_cpu=fresh,
+            )
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+            batch_size=len(work),
+            input_ids=torch.tensor(ids),
+            req_pool_indices=torch.tensor([r.row for r, _ in work]),
+            seq_lens=seq,
+            seq_lens_cpu=seq,
+            seq_lens_sum=int(seq.sum()),
+            out_cache_loc=torch.tensor(new_slots),
+            positions=torch.tensor(positions),
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            **extend,
+        )
+        return self.runner.forward(batch).logits_output.next_token_logits.float()
+
+    def history_rows(self, request: Request, layer: int, n: int | None = None):
+        """Encoded K and V rows (packed codes, metadata) of the request's first n tokens."""
+        return self.segments.history.read(layer, torch.tensor(request.slots[:n]))

@@ -1,0 +1,174 @@
+"""Kernel tests: one body for a GPU and for Triton's interpreter on a CPU (tiny shapes there)."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must precede the first import of a kernel
+
+from oscar_sglang.kernels import codec, reference  # noqa: E402
+from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout  # noqa: E402
+from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def triton_mode(device):
+    from oscar_sglang.kernels import tile
+
+    if device.type == "cpu" and not tile.interpreted():
+        pytest.skip("Triton was imported before TRITON_INTERPRET=1 was set")
+    torch.manual_seed(0)
+
+
+def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-300))
+
+
+def orthogonal(heads: int, dim: int, device) -> torch.Tensor:
+    q, _ = torch.linalg.qr(torch.randn(heads, dim, dim, dtype=torch.float64))
+    return q.float().contiguous().to(device)
+
+
+def feedback_factor(heads: int, dim: int, device) -> torch.Tensor:
+    """A factor as ``calibration.fit`` makes it, from a random query metric."""
+    a = torch.randn(heads, dim, dim, dtype=torch.float64) / dim**0.5
+    metric = a @ a.transpose(-1, -2)
+    trace = metric.diagonal(dim1=-2, dim2=-1).mean(-1)
+    metric += 0.05 * trace[:, None, None] * torch.eye(dim, dtype=torch.float64)
+    upper = torch.linalg.cholesky(torch.linalg.inv(metric)).transpose(-1, -2)
+    unit = upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]
+    return unit.triu(1).float().contiguous().to(device)
+
+
+class Lab:
+    """A one-layer cache filled by the reference, with slots scattered at page granularity."""
+
+    def __init__(
+        self, device, kv_heads=2, group=2, dim=64, n_sink=16, n_recent=32, lens=(100,), page=16,
+        codec_name="feedback", dtype=torch.bfloat16, spread=1.0, first_slot_block=1, poison=True,
+    ):  # fmt: skip
+        self.device, self.kv_heads, self.group, self.dim, self.dtype = (
+            device, kv_heads, group, dim, dtype,
+        )  # fmt: skip
+        self.lens, self.page = list(lens), page
+        self.windows = WindowLayout(n_sink, n_recent)
+        spec = codec.CODECS[codec_name]
+        params = codec.LayerParams(
+            orthogonal(kv_heads, dim, device),
+            orthogonal(kv_heads, dim, device),
+            feedback_factor(kv_heads, dim, device) if spec.k_feedback else None,
+        )
+        rows, longest = len(lens) + 2, max([*lens, 1])
+        self.max_context = -(-(longest + 32) // page) * page
+        pages = len(lens) * self.max_context // page
+        slots = first_slot_block * 16 + (pages + 1) * page
+        layout = HistoryLayout(kv_heads, dim)
+        self.seg = reference.Segments(
+            spec,
+            [params],
+            HistoryStore(layout, 1, slots, device),
+            WindowStore(self.windows, layout, 1, rows, dtype, device),
+            SinkCache(layout, 1, 61, dtype, device),
+        )
+        if poison:
+            self._poison()
+        order = torch.randperm(pages) * page + max(page, first_slot_block * 16)
+        table = (order[:, None] + torch.arange(page)).view(len(lens), self.max_context)
+        self.req_to_token = torch.full((rows, self.max_context), -1, dtype=torch.int32)
+        self.rows = torch.arange(len(lens)) + 1
+        for b, n in enumerate(lens):
+            self.req_to_token[b + 1, : n + 32] = table[b, : n + 32].int()
+        self.req_to_token = self.req_to_token.to(device)
+        self.rows = self.rows.to(device)
+        self.spread = spread
+
+    def _poison(self):
+        """NaN windows, NaN metadata and 0xFF codes wherever nothing is written later."""
+        self.seg.history.blocks[0].fill_(0xFF)
+        for x in (self.seg.windows.sink_k, self.seg.windows.recent_k):
+            x[0].fill_(float("nan"))
+        for x in (self.seg.windows.sink_v, self.seg.windows.recent_v):
+            x[0].fill_(float("nan"))
+
+    def random(self, n, heads):
+        x = torch.randn(n, heads, self.dim) * self.spread + 0.5
+        return x.to(self.dtype).to(self.device)
+
+    def fill(self, upto):
+        """Store positions [0, upto[b]) of each request through the reference."""
+        for b, n in enumerate(upto):
+            if n > 0:
+                self.reference_store(
+                    b, 0, n, self.random(n, self.kv_heads), self.random(n, self.kv_heads)
+                )
+
+    def reference_store(self, b, start, end, k, v):
+        plan = reference.plan_batch(
+            self.seg,
+            self.rows[b : b + 1],
+            torch.tensor([start], device=self.device),
+            torch.tensor([end], device=self.device),
+            self.req_to_token[b + 1, start:end],
+        )
+        reference.store(self.seg, 0, plan, k, v)
+
+    def view(self):
+        from oscar_sglang.kernels.views import layer_view
+
+        return layer_view(self.seg, 0)
+
+    def hist_end(self, b, seq_len, q_len=1):
+        w = self.windows
+        low = max(w.n_sink, int(self.seg.windows.recent_start[b + 1]), seq_len - w.n_recent)
+        return max(0, min(seq_len - q_len, low))
+
+    def dense(self, b, seq_len, q_len=1):
+        """K, V [S, Hk, D] float32 of a request from the segment that holds each position."""
+        k = torch.empty(seq_len, self.kv_heads, self.dim, device=self.device)
+        v = torch.empty_like(k)
+        slots = self.req_to_token[b + 1, :seq_len].long()
+        reference.materialise(self.seg, 0, b + 1, slots, 0, self.hist_end(b, seq_len, q_len), k, v)
+        return k, v
+
+    def attention(self, b, q_rot, seq_len, scale, cap=0.0):
+        """float64 attention of query rows [n, H, D], the last n positions -> out, lse."""
+        n = len(q_rot)
+        k, v = (x.double() for x in self.dense(b, seq_len, n))
+        k, v = (x.repeat_interleave(self.group, 1) for x in (k, v))
+        logits = torch.einsum("nhd,shd->nhs", q_rot.double(), k) * scale
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        position = torch.arange(seq_len, device=self.device)
+        q_pos = torch.arange(seq_len - n, seq_len, device=self.device)
+        logits = logits.masked_fill(position > q_pos[:, None, None], -torch.inf)
+        out = torch.einsum("nhs,shd->nhd", logits.softmax(-1), v)
+        back = self.seg.params[0].r_v.double().transpose(-1, -2)
+        back = back.repeat_interleave(self.group, 0)
+        return torch.einsum("nhd,hde->nhe", out, back), logits.logsumexp(-1)
+
+
+@pytest.fixture
+def lab(device):
+    return lambda **kw: Lab(device, **kw)
+
+
+@pytest.fixture
+def rms():
+    return relative_rms

@@ -1,0 +1,186 @@
+"""store against the reference: windows, codes, metadata, sink cache."""
+
+import pytest
+import torch
+
+from oscar_sglang.kernels import codec, reference
+from oscar_sglang.kernels.plan import claim_sinks
+from oscar_sglang.kernels.store import store
+from oscar_sglang.kernels.views import TokenBatch
+
+
+def batch_of(x, spans):
+    """TokenBatch of [(request, start, end)] with the sink rows claimed."""
+    cat = [torch.arange(s, e) for _, s, e in spans]
+    rows = torch.cat([torch.full((e - s,), b + 1) for b, s, e in spans])
+    positions, ends = torch.cat(cat), torch.cat([torch.full((e - s,), e) for _, s, e in spans])
+    slots = torch.cat([x.req_to_token[b + 1, s:e].cpu().long() for b, s, e in spans])
+    move = [t.to(x.device) for t in (rows, positions, ends, slots)]
+    index = torch.empty_like(move[3])
+    claim = torch.full_like(x.seg.sinks.tag, -1, dtype=torch.int32)
+    claim_sinks(x.seg.sinks.tag, claim, move[1], move[3], x.windows.n_sink, index)
+    assert (claim == -1).all()
+    return TokenBatch(*move, index)
+
+
+def fused_qkv(x, n):
+    """q, k, v as strided views into one projection output."""
+    heads = x.kv_heads * (x.group + 2)
+    qkv = x.random(n, heads)
+    return qkv.split([x.kv_heads * x.group, x.kv_heads, x.kv_heads], 1)
+
+
+def assert_codes(x, y, rows, spec_range, factor, allow=0.02):
+    """Codes and metadata of ``rows`` follow from y [T, Hk, D] (rotated by the reference).
+
+    Metadata may differ by one FP16 rounding; given the kernel's own metadata and earlier codes,
+    every code must be the nearest one, up to ties that float32 rounding of the rotation decides.
+    """
+    want = codec.value_range(y, spec_range)
+    assert torch.allclose(rows.meta.float(), want.float(), rtol=2e-3, atol=1e-7)
+    same = (rows.meta == want).all(-1)
+    assert same.float().mean() > 1 - allow
+    codes = codec.unpack(rows.packed)
+    step, lo = rows.meta.float().unbind(-1)
+    w, slack = y.double().clone(), 1e-3
+    for j in range(y.shape[-1]):
+        ideal = torch.where(step > 0, (w[..., j] - lo) / step, torch.zeros_like(step)).clamp(0, 3)
+        assert ((codes[..., j] - ideal).abs() <= 0.5 + slack).all(), f"channel {j}"
+        if factor is not None:
+            error = w[..., j] - (codes[..., j] * step + lo)
+            w[..., j + 1 :] -= error[..., None] * factor[:, j, j + 1 :].double()
+    want_codes = (
+        codec.round_codes(y, rows.meta)
+        if factor is None
+        else codec.feedback_codes(y, rows.meta, factor)
+    )
+    assert (codes == want_codes).all(-1).float().mean() > 1 - allow
+
+
+SPANS = [(0, 0, 40), (1, 20, 21), (2, 3, 20)]
+
+
+@pytest.mark.parametrize("codec_name", ["feedback", "aligned", "oscar"])
+@pytest.mark.parametrize("dim,page", [(16, 1), (64, 16)])
+def test_store_matches_the_reference(lab, rms, codec_name, dim, page):
+    x = lab(lens=(40, 21, 20), dim=dim, page=page, codec_name=codec_name, n_sink=7, n_recent=19)
+    tokens = batch_of(x, SPANS)
+    q, k, v = fused_qkv(x, 58)
+    q_rot = torch.full(q.shape, float("nan"), device=x.device)
+    store(x.view(), tokens, q, k, v, q_rot)
+    params = x.seg.params[0]
+    k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
+    assert rms(q_rot, codec.rotate(q, params.r_k)) < 2e-6
+    k_rows, v_rows = x.seg.history.read(0, tokens.slots)
+    assert_codes(x, k_rot, k_rows, x.seg.spec.k_range, params.factor)
+    assert_codes(x, v_rot, v_rows, x.seg.spec.v_range, None)
+    for i in range(58):
+        row, pos, end = int(tokens.rows[i]), int(tokens.positions[i]), int(tokens.ends[i])
+        w = x.seg.windows
+        for sink, ring, want in (
+            (w.sink_k, w.recent_k, k_rot[i]), (w.sink_v, w.recent_v, v_rot[i]),
+        ):  # fmt: skip
+            if pos < 7:
+                assert rms(sink[0][row, pos], want) < 6e-3  # BF16; the interpreter truncates
+            if pos >= end - 19:
+                assert rms(ring[0][row, pos % 19], want) < 6e-3  # BF16; the interpreter truncates
+    for i in (tokens.cache_index >= 0).nonzero().flatten().tolist():
+        at = int(tokens.cache_index[i])
+        assert int(x.seg.sinks.tag[at]) == int(tokens.slots[i])
+        assert rms(x.seg.sinks.k[0][at], k_rot[i]) < 6e-3
+        assert rms(x.seg.sinks.v[0][at], v_rot[i]) < 6e-3
+
+
+def test_claim_agrees_with_the_reference(lab):
+    x = lab(lens=(40, 40, 40), n_sink=32)
+    spans = [(0, 0, 40), (1, 0, 40), (2, 0, 40)]
+    tokens = batch_of(x, spans)
+    sink = (tokens.positions < 32) & (tokens.slots > 0)
+    want = torch.full_like(tokens.slots, -1)
+    candidates = sink.nonzero().squeeze(-1)
+    won = candidates[x.seg.sinks.winners(tokens.slots[candidates])]
+    want[won] = tokens.slots[won] % len(x.seg.sinks.tag)
+    assert torch.equal(tokens.cache_index, want)
+
+
+def test_untouched_memory(lab):
+    """Only the slots, window rows and cache rows of the batch change; slot -1 writes nothing."""
+    x = lab(lens=(30, 30), dim=32)
+    tokens = batch_of(x, [(0, 20, 24)])
+    before = x.seg.history.blocks[0].clone()
+    slots = tokens.slots.clone()
+    slots[1] = -1
+    q, k, v = fused_qkv(x, 4)
+    store(x.view(), tokens._replace(slots=slots), q, k, v, torch.empty_like(q, dtype=torch.float32))
+    everything = torch.arange(x.seg.history.num_slots, device=x.device)
+    old, new = x.seg.history, x.seg.history.read(0, everything)
+    old.blocks[0], kept = before, old.blocks[0]
+    was = old.read(0, everything)
+    old.blocks[0] = kept
+    changed = torch.zeros(len(everything), dtype=torch.bool, device=x.device)
+    for a, b in zip(new, was, strict=True):
+        changed |= (a.packed != b.packed).flatten(1).any(1)
+    assert set(changed.nonzero().flatten().tolist()) == set(slots[slots >= 0].tolist())
+    ring = x.seg.windows.recent_k[0]
+    written = ring.isfinite().all(-1).all(-1).nonzero().tolist()
+    assert written == [[1, p % 32] for p in (20, 22, 23)]
+
+
+@pytest.mark.parametrize("codec_name", ["feedback", "oscar"])
+@pytest.mark.parametrize(
+    "value", [0.0, 1.0, 65504.0, -65504.0, 1e-40, 1e-7], ids=lambda v: f"{v:g}"
+)
+def test_degenerate_rows_stay_finite(lab, codec_name, value):
+    x = lab(lens=(8,), dim=16, codec_name=codec_name)
+    tokens = batch_of(x, [(0, 0, 2)])
+    q, k, v = (torch.full_like(t, value) for t in fused_qkv(x, 2))
+    k[1, :, ::2] *= -1
+    store(x.view(), tokens, q, k, v, torch.empty_like(q, dtype=torch.float32))
+    rows = x.seg.history.read(0, tokens.slots)
+    for r in rows:
+        assert r.meta.isfinite().all()
+        assert codec.decode_rows(r).isfinite().all()
+    params = x.seg.params[0]
+    want = codec.encode_v(x.seg.spec, codec.rotate(v, params.r_v))
+    assert (codec.decode_rows(rows[1]) - codec.decode_rows(want)).abs().max() <= 4 * (
+        want.meta[..., 0].float().abs().max() + 1e-6
+    )
+
+
+def test_rows_do_not_depend_on_their_batch(lab):
+    """The same token alone and inside a long batch yields the same bytes."""
+    x = lab(lens=(40,))
+    tokens = batch_of(x, [(0, 0, 40)])
+    q, k, v = fused_qkv(x, 40)
+    scratch = torch.empty_like(q, dtype=torch.float32)
+    store(x.view(), tokens, q, k, v, scratch)
+    together = x.seg.history.blocks[0].clone()
+    one = TokenBatch(*(t[33:34] for t in tokens))
+    store(x.view(), one, q[33:34], k[33:34], v[33:34], torch.empty_like(scratch[33:34]))
+    assert torch.equal(x.seg.history.blocks[0], together)
+
+
+def test_decode_step_equals_reference_attention(lab, rms):
+    """store, plan, attend, merge in a row give what ``reference.attention`` gives."""
+    from oscar_sglang.kernels.attend import Partials, attend
+    from oscar_sglang.kernels.merge import merge
+    from oscar_sglang.kernels.plan import plan_attend
+
+    lens = (70, 5, 33)
+    x = lab(lens=lens)
+    x.fill([n - 1 for n in lens])
+    q, k, v = fused_qkv(x, 3)
+    seq = torch.tensor(lens, device=x.device)
+    slots = torch.stack([x.req_to_token[b + 1, n - 1] for b, n in enumerate(lens)])
+    plan = reference.plan_batch(x.seg, x.rows, seq - 1, seq, slots)
+    scratch = torch.empty(2, 64, x.kv_heads, x.dim, device=x.device)
+    want = reference.attention(x.seg, 0, plan, q, k, v, x.req_to_token, scratch, x.dim**-0.5)
+    tokens = batch_of(x, [(b, n - 1, n) for b, n in enumerate(lens)])
+    part = Partials(3, 4, x.kv_heads, x.group, x.dim, x.device)
+    q_rot = torch.empty(q.shape, device=x.device)
+    out = torch.empty(q.shape, device=x.device)
+    store(x.view(), tokens, q, k, v, q_rot)
+    plan_attend(part.plan, x.rows, seq, x.seg.windows.recent_start, x.windows, 4)
+    attend(part, x.view(), q_rot, x.req_to_token, x.dim**-0.5)
+    merge(part, x.view(), out)
+    assert rms(out, want) < 4e-3  # the fresh row is BF16 in the ring, float32 in the reference

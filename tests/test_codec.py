@@ -1,0 +1,130 @@
+import numpy as np
+import pytest
+import torch
+import vectors
+
+from oscar_sglang.kernels import codec
+from oscar_sglang.kernels.codec import CODECS, LayerParams, RangeRule
+
+SHRINK = RangeRule("shrink", 0.75)
+
+
+def f32(x):
+    return torch.tensor(x, dtype=torch.float32)
+
+
+def random_params(d, heads=2, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q = [torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64))[0] for _ in "kv"]
+    factor = (torch.randn(heads, d, d, generator=g) * 0.02).triu(1)
+    return LayerParams(*(r.float().expand(heads, d, d).contiguous() for r in q), factor)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_vector_files_are_met_code_for_code(d):
+    vec = vectors.load(d)
+    assert np.allclose(vec.k[0, :4], vec.expected["k_row0"])
+    k_rot = codec.rotate(f32(vec.k)[:, None], f32(vec.rotation)[None])
+    meta = codec.value_range(k_rot, SHRINK)
+    assert meta[:, 0, 0].tolist() == vec.expected["scale_fp16"]
+    assert meta[:, 0, 1].tolist() == vec.expected["lo_fp16"]
+    plain = codec.round_codes(k_rot, meta)[:, 0].numpy()
+    assert np.array_equal(plain, vectors.codes(vec.expected["packed_plain"]))
+    factor = f32(vectors.feedback_factor(vec.metric))[None]
+    fed = codec.feedback_codes(k_rot, meta, factor)[:, 0].numpy()
+    assert np.array_equal(fed, vectors.codes(vec.expected["packed_feedback"]))
+
+    def metric_error(c):
+        e = codec.decode(torch.from_numpy(c)[:, None], meta)[:, 0].double().numpy()
+        y = k_rot[:, 0].double().numpy()
+        return np.einsum("ti,ij,tj->", e - y, vec.metric, e - y) / np.einsum(
+            "ti,ij,tj->", y, vec.metric, y
+        )
+
+    assert metric_error(plain) == pytest.approx(vec.expected["rel_metric_err_plain"], rel=1e-4)
+    assert metric_error(fed) == pytest.approx(vec.expected["rel_metric_err_feedback"], rel=1e-4)
+
+
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
+def test_pack_round_trip_and_channel_order(d):
+    codes = torch.randint(0, 4, (3, 2, d), dtype=torch.uint8)
+    packed = codec.pack(codes)
+    assert packed.shape == (3, 2, d // 4) and packed.dtype == torch.uint8
+    assert torch.equal(codec.unpack(packed).to(torch.uint8), codes)
+    halves = packed.view(torch.int16).int() & 0xFFFF
+    for i in range(d // 8):
+        for j in range(8):
+            assert torch.equal((halves[..., i] >> 2 * j & 3).byte(), codes[..., i + d // 8 * j])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_rows_codes_do_not_depend_on_its_batch(name):
+    params, spec = random_params(64), CODECS[name]
+    x = torch.randn(97, 2, 64) + torch.randn(64)
+    whole = codec.encode_k(spec, params, codec.rotate(x, params.r_k))
+    for part in (x[:1], x[40:57], x[96:]):
+        start = next(i for i in range(97) if torch.equal(x[i], part[0]))
+        rows = codec.encode_k(spec, params, codec.rotate(part, params.r_k))
+        assert torch.equal(rows.packed, whole.packed[start : start + len(part)])
+        assert torch.equal(rows.meta, whole.meta[start : start + len(part)])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_decode_encode_is_idempotent(name):
+    """Re-encoding decoded rows with the same metadata finds the same codes."""
+    params, spec = random_params(64), CODECS[name]
+    y = torch.randn(50, 2, 64)
+    meta = codec.value_range(y, spec.k_range)
+    codes = codec.round_codes(y, meta)
+    again = codec.round_codes(codec.decode(codes, meta), meta)
+    assert torch.equal(codes, again)
+    if spec.k_feedback:  # an exactly representable row has no error to feed back
+        fed = codec.feedback_codes(codec.decode(codes, meta), meta, params.factor)
+        assert torch.equal(codes, fed)
+
+
+HOSTILE = {
+    "zero": torch.zeros(64),
+    "constant": torch.full((64,), 3.25),
+    "one-hot": torch.eye(64)[7] * 100,
+    "fp16-max": torch.full((64,), 65504.0) * torch.tensor([1.0, -1.0]).repeat(32),
+    "bf16-large": torch.full((64,), 1e30),
+    "denormal": torch.full((64,), 1e-40),
+    "tiny-spread": 5 + torch.arange(64) * 1e-7,
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("row", HOSTILE)
+def test_hostile_rows_stay_finite(name, row):
+    params, spec = random_params(64, heads=1), CODECS[name]
+    x = HOSTILE[row].view(1, 1, 64)
+    for rows in (
+        codec.encode_k(spec, params, codec.rotate(x, params.r_k)),
+        codec.encode_v(spec, codec.rotate(x, params.r_v)),
+    ):
+        assert torch.isfinite(rows.meta).all() and torch.isfinite(codec.decode_rows(rows)).all()
+
+
+@pytest.mark.parametrize("rule", [SHRINK, RangeRule("shrink", 1.0), RangeRule("rank", 0.96)])
+def test_constant_rows_come_back(rule):
+    y = torch.tensor([0.0, 3.25, -7.5, 1000.0]).view(4, 1, 1).expand(4, 1, 64).contiguous()
+    meta = codec.value_range(y, rule)
+    decoded = codec.decode(codec.round_codes(y, meta), meta)
+    assert torch.allclose(decoded, y, rtol=2**-9, atol=0)
+
+
+def test_rank_rule_clips_at_the_stated_element():
+    y = torch.arange(1.0, 65.0).view(1, 64) * torch.tensor([1.0, -1.0]).repeat(32)
+    meta = codec.value_range(y, RangeRule("rank", 0.92)).float()
+    tau = 1.0 + int(0.92 * 64)  # |y| of that rank from below
+    assert meta[0, 1] == -tau and meta[0, 0] == pytest.approx(2 * tau / 3, rel=1e-3)
+
+
+def test_rotate_keeps_logits_and_groups_query_heads():
+    params = random_params(64)
+    q, k = torch.randn(5, 6, 64), torch.randn(5, 2, 64)
+    q_rot, k_rot = codec.rotate(q, params.r_k), codec.rotate(k, params.r_k)
+    for head in range(6):
+        exact = (q[:, head] * k[:, head // 3]).sum(-1)
+        assert torch.allclose((q_rot[:, head] * k_rot[:, head // 3]).sum(-1), exact, atol=1e-4)

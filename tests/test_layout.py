@@ -1,0 +1,90 @@
+import pytest
+import torch
+
+from oscar_sglang.kernels.codec import Rows
+from oscar_sglang.kernels.layout import BLOCK, HistoryLayout, MemoryPlan, WindowLayout
+from oscar_sglang.kernels.stores import HistoryStore
+
+
+def plan(**changes):
+    values = dict(
+        layers=36,
+        history=HistoryLayout(8, 128),
+        windows=WindowLayout(64, 256),
+        rows=33,
+        sink_cache_rows=4096,
+        scratch_tokens=4096,
+        itemsize=2,
+    )
+    return MemoryPlan(**{**values, **changes})
+
+
+@pytest.mark.parametrize("head_dim, bits", [(64, 2.5), (128, 2.25), (256, 2.125)])
+def test_bits_per_element(head_dim, bits):
+    assert HistoryLayout(8, head_dim).bits_per_element == bits
+
+
+def test_figures_of_qwen3_8b():
+    p = plan()
+    assert p.history.bytes_per_slot == 8 * 72
+    assert p.bytes_per_token == 36 * 8 * 72
+    assert p.bf16_bytes_per_token / p.bytes_per_token == pytest.approx(7.11, abs=0.01)
+    assert p.effective_bits(131072) == pytest.approx(2.28, abs=0.01)
+    assert p.effective_bits(320) > 16  # windows and history rows both
+
+
+def test_break_even_is_the_shortest_cheaper_context():
+    p = plan()
+    window = p.layers * p.windows.tokens * 8 * 2 * 128 * 2
+    n = p.break_even()
+    cost = lambda tokens: tokens * p.bytes_per_token + window  # noqa: E731
+    assert cost(n) <= n * p.bf16_bytes_per_token
+    assert cost(n - 1) > (n - 1) * p.bf16_bytes_per_token
+
+
+@pytest.mark.parametrize("head_dim", [48, 96, 80, 8, 0])
+def test_odd_head_dims_are_refused(head_dim):
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}.*powers of two"):
+        HistoryLayout(8, head_dim)
+
+
+@pytest.mark.parametrize("sink, recent", [(0, 256), (64, 0), (-1, 256)])
+def test_windows_must_hold_a_token(sink, recent):
+    with pytest.raises(ValueError, match="at least 1 token"):
+        WindowLayout(sink, recent)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_block_addresses(head_dim, heads):
+    """The documented byte address of every code byte and metadata field."""
+    layout = HistoryLayout(heads, head_dim)
+    store = HistoryStore(layout, 1, 3 * BLOCK + 1, "cpu")
+    assert store.num_bytes == 4 * heads * layout.block_bytes
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(n):
+        packed = torch.randint(0, 256, (n, heads, layout.row_bytes), generator=generator)
+        meta = torch.randn(n, heads, 2, generator=generator)
+        return Rows(packed.to(torch.uint8), meta.half())
+
+    slots = torch.tensor([5, 17, 48, 15])
+    k, v = rows(4), rows(4)
+    store.write(0, slots, k, v)
+    raw = store.blocks[0]
+    for i, slot in enumerate(slots.tolist()):
+        for head in range(heads):
+            block = raw[slot // BLOCK, head]
+            for name, row in (("k", k), ("v", v)):
+                base = 0 if name == "k" else layout.chunks
+                for byte in range(layout.row_bytes):
+                    chunk, inner = divmod(byte, layout.chunk_bytes)
+                    at = (base + chunk) * BLOCK * layout.chunk_bytes
+                    at += (slot % BLOCK) * layout.chunk_bytes + inner
+                    assert block[at] == row.packed[i, head, byte]
+            meta = block[layout.code_bytes_per_block :].view(torch.float16)
+            mine = meta[(slot % BLOCK) * 4 : (slot % BLOCK) * 4 + 4]
+            assert torch.equal(mine, torch.cat([k.meta[i, head], v.meta[i, head]]))
+    k2, v2 = store.read(0, slots)
+    for a, b in ((k, k2), (v, v2)):
+        assert torch.equal(a.packed, b.packed) and torch.equal(a.meta, b.meta)

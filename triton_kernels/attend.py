@@ -1,0 +1,232 @@
+"""attend: split-KV attention of a few query tokens over sink | history | recent, in Triton.
+
+The portable form: any head_dim of the layout, runs under the interpreter, cross-checks the CUDA
+form (``cuda_attend``). Both read the same plan and leave the same partial results for ``merge``:
+
+    o   [splits + B, Hk, columns, D] float32   sum of p * v, not normalised
+    ml  [splits + B, Hk, columns, 2] float32   log2 reference m of p = 2^(logit - m), and sum of p
+
+A *column* is a (query token, query head of the KV head) pair: ``column = i * G + g``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .plan import (
+    COST_BEGIN,
+    COST_END,
+    FIELDS,
+    HEADER,
+    HIST_END,
+    Q_LEN,
+    Q_START,
+    ROW,
+    SEQ_LEN,
+    TILE_TOKENS,
+    WINDOW_COST,
+    WINDOW_TOKENS,
+    plan_size,
+    request_chunks,
+)
+from .tile import half_offsets, load_meta, meta_offset, unpack_codes
+from .views import LayerView
+
+_COLUMNS = 16  # of a program
+_EMPTY = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _capped(logits, cap_log2, CAP: tl.constexpr):
+    """Soft-capped logits, log2 units; tanh by exp2, which saturates instead of overflowing."""
+    if CAP:
+        e = tl.exp2(tl.abs(logits) * (-2.0 * 1.4426950408889634 / cap_log2))
+        capped = cap_log2 * (1.0 - e) / (1.0 + e)
+        logits = tl.where(logits < 0, -capped, capped)
+    return logits
+
+
+@triton.jit
+def _online(m, den, acc, logits, visible):
+    """Move the soft-max reference; returns (m, den, rescaled acc, p)."""
+    logits = tl.where(visible, logits, -float("inf"))
+    m_new = tl.maximum(m, tl.max(logits, 1))
+    p = tl.exp2(logits - m_new[:, None])
+    fade = tl.exp2(m - m_new)
+    return m_new, den * fade + tl.sum(p, 1), acc * fade[:, None], p
+
+
+@triton.jit
+def _window_chunk(
+    state_m, state_den, acc, q, k_base, v_base, index, pos, end, q_pos, head, scale, cap_log2,
+    CAP: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """16 exact rows at k_base[index], v_base[index]; q [C, D] float32 unscaled."""
+    cols = tl.arange(0, D)
+    at = ((index * Hk + head) * D)[:, None] + cols[None, :]
+    ok = pos < end
+    k = tl.load(k_base + at, ok[:, None], 0.0).to(tl.float32)
+    v = tl.load(v_base + at, ok[:, None], 0.0).to(tl.float32)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    visible = ok[None, :] & (pos[None, :] <= q_pos[:, None])
+    logits = _capped(logits, cap_log2, CAP)
+    state_m, state_den, acc, p = _online(state_m, state_den, acc, logits, visible)
+    return state_m, state_den, tl.dot(p, v, acc, input_precision="ieee")
+
+
+@triton.jit
+def _history_tile(
+    state_m, state_den, acc, q16, q_unit, q_sum, blocks, slot, pos, lo_pos, end, head, cap_log2,
+    CAP: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """TN packed rows. Codes enter the products as they are; step and lo are applied to logits and
+    probabilities. q16 [C, D] FP16 in [-1, 1], q_unit [C] its scale, q_sum [C] its row sum."""
+    ok = (pos >= lo_pos) & (pos < end)
+    step, lo = load_meta(blocks, meta_offset(slot, head, 0, Hk, D), ok)
+    halves = tl.load(blocks + half_offsets(slot, head, 0, Hk, D), ok[:, None], 0)
+    codes = unpack_codes(halves, TN, D).to(tl.float16)
+    logits = tl.dot(q16, tl.trans(codes)) * step[None, :] + q_sum[:, None] * lo[None, :]
+    logits = _capped(logits * q_unit[:, None], cap_log2, CAP)
+    state_m, state_den, acc, p = _online(state_m, state_den, acc, logits, ok[None, :])
+    step, lo = load_meta(blocks, meta_offset(slot, head, 1, Hk, D), ok)
+    halves = tl.load(blocks + half_offsets(slot, head, 1, Hk, D), ok[:, None], 0)
+    codes = unpack_codes(halves, TN, D).to(tl.float16)
+    unit = tl.maximum(tl.max(step, 0), 1.0e-30)  # keeps p * step inside FP16
+    weights = (p * (step / unit)[None, :]).to(tl.float16)
+    acc += tl.dot(weights, codes) * unit + tl.sum(p * lo[None, :], 1)[:, None]
+    return state_m, state_den, acc
+
+
+@triton.jit
+def _attend_kernel(
+    o, ml, plan, q, blocks, sink_k, sink_v, ring_k, ring_v, req_to_token, stride_req,
+    n_sink, n_recent, scale, cap_log2, columns,
+    CAP: tl.constexpr, C: tl.constexpr, Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    col = tl.program_id(2) * C + tl.arange(0, C)
+    cols = tl.arange(0, D)
+    total = tl.load(plan).to(tl.int64)
+    n = tl.load(plan + 1)
+    batch = tl.load(plan + 2)
+    if split < n:
+        line = (split * total // n).to(tl.int32)
+        line_end = ((split + 1) * total // n).to(tl.int32)
+        b = tl.load(plan + HEADER + batch * FIELDS + split)
+        while line < line_end:
+            request = plan + HEADER + b * FIELDS
+            row = tl.load(request + ROW).to(tl.int64)
+            seq_len = tl.load(request + SEQ_LEN)
+            hist_end = tl.load(request + HIST_END)
+            q_start = tl.load(request + Q_START)
+            q_len = tl.load(request + Q_LEN)
+            origin = tl.load(request + COST_BEGIN)
+            stop = tl.minimum(line_end, tl.load(request + COST_END))
+            sink_chunks, recent_chunks, _ = request_chunks(seq_len, hist_end, n_sink)
+            window_chunks = sink_chunks + recent_chunks
+            q_index = col // G
+            have = q_index < q_len
+            q_at = (q_start + q_index).to(tl.int64) * (Hk * G) + head * G + col % G
+            qf = tl.load(q + q_at[:, None] * D + cols[None, :], have[:, None], 0.0).to(tl.float32)
+            q_pos = seq_len - q_len + q_index
+            m = tl.full([C], _EMPTY, tl.float32)
+            den = tl.zeros([C], tl.float32)
+            acc = tl.zeros([C, D], tl.float32)
+            first = tl.minimum((line - origin + WINDOW_COST - 1) // WINDOW_COST, window_chunks)
+            last = tl.minimum((stop - origin + WINDOW_COST - 1) // WINDOW_COST, window_chunks)
+            for chunk in range(first, last):
+                if chunk < sink_chunks:
+                    pos = chunk * WINDOW_TOKENS + tl.arange(0, WINDOW_TOKENS)
+                    index = row * n_sink + pos
+                    m, den, acc = _window_chunk(
+                        m, den, acc, qf, sink_k, sink_v, index, pos, tl.minimum(seq_len, n_sink),
+                        q_pos, head, scale, cap_log2, CAP, Hk, D,
+                    )  # fmt: skip
+                else:
+                    pos = (chunk - sink_chunks) * WINDOW_TOKENS + tl.arange(0, WINDOW_TOKENS)
+                    pos += tl.maximum(n_sink, hist_end)
+                    index = row * n_recent + pos % n_recent
+                    m, den, acc = _window_chunk(
+                        m, den, acc, qf, ring_k, ring_v, index, pos, seq_len,
+                        q_pos, head, scale, cap_log2, CAP, Hk, D,
+                    )  # fmt: skip
+            q_max = tl.max(tl.abs(qf), 1)
+            q_max = tl.where(q_max > 0, q_max, 1.0)
+            q16 = (qf / q_max[:, None]).to(tl.float16)
+            q_sum = tl.sum(q16.to(tl.float32), 1)
+            tiles_from = origin + window_chunks * WINDOW_COST
+            base = n_sink // 16 * 16
+            for tile in range(tl.maximum(line - tiles_from, 0), stop - tiles_from):
+                pos = base + tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+                inside = (pos >= n_sink) & (pos < hist_end)
+                at = row * stride_req + pos
+                slot = tl.load(req_to_token + at, inside, 0).to(tl.int64)
+                m, den, acc = _history_tile(
+                    m, den, acc, q16, q_max * scale, q_sum, blocks, slot, pos, n_sink, hist_end,
+                    head, cap_log2, CAP, TILE_TOKENS, Hk, D,
+                )  # fmt: skip
+            part = (((split + b).to(tl.int64) * Hk) + head) * columns + col
+            tl.store(o + part[:, None] * D + cols[None, :], acc, have[:, None])
+            tl.store(ml + part * 2, m, have)
+            tl.store(ml + part * 2 + 1, den, have)
+            line = stop
+            b += 1
+
+
+class Partials:
+    """Static buffers between attend and merge, and the plan of a step.
+
+    ``splits`` bounds the grid; ``columns`` is max query tokens x G.
+    """
+
+    def __init__(
+        self, batch: int, splits: int, kv_heads: int, columns: int, head_dim: int, device
+    ) -> None:
+        self.batch, self.splits, self.columns = batch, splits, columns
+        shape = (splits + batch, kv_heads, columns)
+        self.o = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
+        self.ml = torch.empty(*shape, 2, dtype=torch.float32, device=device)
+        self.plan = torch.zeros(plan_size(batch, splits), dtype=torch.int32, device=device)
+
+    def sized(self, batch: int, splits: int) -> Partials:
+        """The same buffers for a smaller batch; its plan is its own."""
+        if batch > self.batch or splits > self.splits:
+            raise ValueError(
+                f"{batch} requests x {splits} splits exceed {self.batch} x {self.splits}"
+            )
+        small = copy.copy(self)
+        small.batch, small.splits = batch, splits
+        small.plan = torch.zeros(plan_size(batch, splits), dtype=torch.int32, device=self.o.device)
+        return small
+
+
+def attend(
+    part: Partials,
+    view: LayerView,
+    q_rot: torch.Tensor,
+    req_to_token: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> None:
+    """Partial attention of every split of ``part.plan`` (``plan.plan_attend``).
+
+    q_rot         [T, H, D]          contiguous, rotated, any float dtype
+    req_to_token  [R, max_context]   int32
+    """
+    kv_heads, dim = view.kv_heads, view.head_dim
+    group = q_rot.shape[1] // kv_heads
+    log2e = math.log2(math.e)
+    grid = (part.splits, kv_heads, triton.cdiv(part.columns, _COLUMNS))
+    _attend_kernel[grid](
+        part.o, part.ml, part.plan, q_rot, view.blocks.view(torch.uint16),
+        view.sink_k, view.sink_v, view.ring_k, view.ring_v,
+        req_to_token, req_to_token.stride(0), view.windows.n_sink, view.windows.n_recent,
+        scale * log2e, logit_cap * log2e, part.columns,
+        logit_cap > 0, _COLUMNS, kv_heads, group, dim, num_warps=4,
+    )  # fmt: skip

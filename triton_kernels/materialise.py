@@ -1,0 +1,94 @@
+"""materialise: exact or decoded rows of any position range, contiguous and still rotated."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .tile import half_offsets, load_meta, meta_offset, unpack_codes
+from .views import LayerView
+
+
+@triton.jit
+def _decode_row(
+    blocks, slot, ok, head, KV: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
+):
+    halves = tl.load(blocks + half_offsets(slot, head, KV, Hk, D), ok[:, None], 0)
+    step, lo = load_meta(blocks, meta_offset(slot, head, KV, Hk, D), ok)
+    return unpack_codes(halves, TB, D).to(tl.float32) * step[:, None] + lo[:, None]
+
+
+@triton.jit
+def _copy_tile(src, src_at, dst, dst_at, ok, Hk: tl.constexpr, D: tl.constexpr, head):
+    cols = tl.arange(0, D)[None, :]
+    x = tl.load(src + ((src_at * Hk + head) * D)[:, None] + cols, ok[:, None], 0.0)
+    tl.store(dst + dst_at[:, None] + cols, x.to(dst.dtype.element_ty), ok[:, None])
+
+
+@triton.jit
+def _materialise_kernel(
+    out_k, out_v, rows, starts, indptr, hist_end, req_to_token, stride_req,
+    blocks, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
+    TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(1)
+    head = tl.program_id(2)
+    first = tl.load(indptr + request).to(tl.int64)
+    n = tl.load(indptr + request + 1).to(tl.int64) - first
+    i = tl.program_id(0) * TB + tl.arange(0, TB)
+    if tl.program_id(0) * TB < n:
+        row = tl.load(rows + request).to(tl.int64)
+        boundary = tl.load(hist_end + request).to(tl.int64)
+        pos = tl.load(starts + request).to(tl.int64) + i
+        ok = i < n
+        sink = ok & (pos < n_sink)
+        history = ok & (pos >= n_sink) & (pos < boundary)
+        ring = ok & (pos >= n_sink) & (pos >= boundary)
+        dst = ((first + i) * Hk + head) * D
+        if tl.max(history.to(tl.int32), 0) > 0:
+            slot = tl.load(req_to_token + row * stride_req + pos, history, 0).to(tl.int64)
+            cols = tl.arange(0, D)[None, :]
+            k = _decode_row(blocks, slot, history, head, 0, TB, Hk, D)
+            tl.store(out_k + dst[:, None] + cols, k.to(out_k.dtype.element_ty), history[:, None])
+            v = _decode_row(blocks, slot, history, head, 1, TB, Hk, D)
+            tl.store(out_v + dst[:, None] + cols, v.to(out_v.dtype.element_ty), history[:, None])
+        if tl.max((ok & (history == 0)).to(tl.int32), 0) > 0:
+            sink_at = row * n_sink + pos
+            ring_at = row * n_recent + pos % n_recent
+            _copy_tile(sink_k, sink_at, out_k, dst, sink, Hk, D, head)
+            _copy_tile(sink_v, sink_at, out_v, dst, sink, Hk, D, head)
+            _copy_tile(ring_k, ring_at, out_k, dst, ring, Hk, D, head)
+            _copy_tile(ring_v, ring_at, out_v, dst, ring, Hk, D, head)
+
+
+def materialise(
+    view: LayerView,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    indptr: torch.Tensor,
+    hist_end: torch.Tensor,
+    max_len: int,
+    out_k: torch.Tensor,
+    out_v: torch.Tensor,
+) -> None:
+    """Rows of positions ``[starts[b], starts[b] + n_b)`` of each request, back to back.
+
+    req_to_token      [R, max_context] int32
+    rows, starts      [B]    request row and first position
+    indptr            [B+1]  where each request's rows start in the output; n_b = difference
+    hist_end          [B]    end of the history segment (``reference.history_end``)
+    max_len           host bound on n_b (sizes the grid)
+    out_k, out_v      [sum n_b, Hk, D]  any float dtype, contiguous
+    """
+    if max_len <= 0 or len(rows) == 0:
+        return
+    tile = 32
+    grid = (triton.cdiv(max_len, tile), len(rows), view.kv_heads)
+    _materialise_kernel[grid](
+        out_k, out_v, rows, starts, indptr, hist_end, req_to_token, req_to_token.stride(0),
+        view.blocks.view(torch.uint16), view.sink_k, view.sink_v, view.ring_k, view.ring_v,
+        view.windows.n_sink, view.windows.n_recent, tile, view.kv_heads, view.head_dim,
+        num_warps=4,
+    )  # fmt: skip
