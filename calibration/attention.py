@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .errors import CalibrationError
 
@@ -27,6 +27,7 @@ def replaced_attention(model: PreTrainedModel, function: AttentionFunction) -> I
     """Within the block ``model`` attends through ``function``. Not for two models at once."""
     previous = model.config._attn_implementation
     AttentionInterface.register(_NAME, _dispatch)
+    AttentionMaskInterface.register(_NAME, _padding)
     _active.append(function)
     try:
         model.set_attn_implementation(_NAME)
@@ -43,6 +44,11 @@ def causal_attention(
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def _padding(*args, attention_mask=None, **kwargs):
+    """The padding mask if it hides anything; our functions are causal by themselves."""
+    return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
 
 def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs):

@@ -154,7 +154,10 @@ def data_free(fingerprint: Fingerprint, codec: str = "feedback") -> Artifact:
     h = hadamard(d).float().expand(heads, d, d).contiguous()
     factor = torch.zeros(heads, d, d) if CODECS[codec].k_feedback else None
     report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
-    layers = [LayerParams(h, h.clone(), factor) for _ in range(fingerprint.layers)]
+    layers = [
+        LayerParams(h.clone(), h.clone(), None if factor is None else factor.clone())
+        for _ in range(fingerprint.layers)
+    ]
     return Artifact(fingerprint, codec, {}, layers, {"data": report, "warnings": [report]})
 
 

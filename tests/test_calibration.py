@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import VOCAB, edit_config, llama, qwen3
+
 from oscar_sglang import artifact as art
 from oscar_sglang.calibration import (
     CalibrationError,
@@ -28,7 +30,6 @@ from oscar_sglang.calibration.hadamard import (
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.layout import WindowLayout
-from tiny_models import VOCAB, edit_config, llama, qwen3
 
 WINDOWS = WindowLayout(n_sink=8, n_recent=16)
 
@@ -209,10 +210,10 @@ def test_oscar_is_ascending_eigenvectors_hadamard_reversed(moments):
 
 def test_feedback_factor_definition():
     x = torch.randn(1, 100, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    m = x.mT @ x
-    f = feedback_factor(torch.eye(16, dtype=torch.float64)[None], m, damping=0.05)
-    g = m + 0.05 * m.diagonal(dim1=-2, dim2=-1).sum() / 16 * torch.eye(16)
-    unit = f + torch.eye(16)  # U = diag(U) unit, so that G^-1 = unit^T diag(U)^2 unit
+    m, eye = x.mT @ x, torch.eye(16, dtype=torch.float64)
+    f = feedback_factor(eye[None], m, damping=0.05)
+    g = m + 0.05 * m.diagonal(dim1=-2, dim2=-1).sum() / 16 * eye
+    unit = f + eye  # U = diag(U) unit, so that G^-1 = unit^T diag(U)^2 unit
     diagonal = torch.linalg.inv(unit.mT) @ torch.linalg.inv(g) @ torch.linalg.inv(unit)
     assert not f.tril().any()
     assert torch.allclose(diagonal, diagonal.diagonal(dim1=-2, dim2=-1).diag_embed(), atol=1e-12)

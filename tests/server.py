@@ -1,0 +1,102 @@
+"""A real SGLang server in a child process, for tests and scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """``with Server(model, log, "--kv-cache-dtype", "int2", ...) as s: s.post(...)``
+
+    Starts ``python -m oscar_sglang.launch_server``; on exit the whole process group is killed.
+    """
+
+    def __init__(self, model: Path, log: Path, *args: str, env: dict | None = None, timeout=300):
+        self.port = free_port()
+        self.log = Path(log)
+        self.timeout = timeout
+        self.command = [
+            *(sys.executable, "-m", "oscar_sglang.launch_server", "--model-path", str(model)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--skip-server-warmup"),
+            *args,
+        ]
+        self.env = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+            **(env or {}),
+        }
+
+    def __enter__(self) -> Server:
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=out, env=self.env, start_new_session=True
+            )
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"server exited with {self.process.returncode}:\n{self.tail()}")
+            if "The server is fired up" in self.log.read_text(errors="replace"):
+                return self
+            time.sleep(0.3)
+        self.__exit__()
+        raise TimeoutError(f"server did not start in {self.timeout} s:\n{self.tail()}")
+
+    def __exit__(self, *_exc) -> None:
+        try:
+            os.killpg(self.process.pid, 9)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def tail(self, characters: int = 4000) -> str:
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def request(self, path: str, body: dict | None = None, timeout: float = 300):
+        """POST ``body`` as JSON (GET without one); returns parsed JSON or text."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            text = response.read().decode()
+        return json.loads(text) if text[:1] in "[{" else text
+
+    def generate(self, ids: list[int], new_tokens: int = 1, **options) -> dict:
+        """Greedy ``/generate`` on token ids."""
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        return self.request(
+            "/generate", {"input_ids": ids, "sampling_params": sampling, **options}
+        )
+
+    def state(self) -> dict:
+        """The ``oscar`` block of /server_info."""
+        return self.internal_state()["oscar"]
+
+    def internal_state(self) -> dict:
+        return self.request("/server_info")["internal_states"][0]
+
+    def flush(self) -> None:
+        for _ in range(100):  # refused while a request is still being retired
+            try:
+                self.request("/flush_cache", {})
+                return
+            except urllib.error.HTTPError:
+                time.sleep(0.1)
+        raise TimeoutError("/flush_cache was refused for 10 s")

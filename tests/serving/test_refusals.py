@@ -1,0 +1,219 @@
+"""Whatever int2 cannot serve stops the launcher before weights load, with the way out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from oscar_sglang import artifact
+
+pytestmark = pytest.mark.sglang
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=256,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    torch_dtype="float32",
+)
+MODELS = {
+    "llama": LLAMA,
+    "head96": {**LLAMA, "head_dim": 96},
+    "window": {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 128,
+    },
+    "gemma": {
+        **LLAMA,
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "sliding_window": 128,
+        "query_pre_attn_scalar": 64,
+    },
+    "mla": {
+        **LLAMA,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+# name -> (model, artifact, extra arguments, environment, words of the message)
+CASES = {
+    "truncated artifact": ("llama", "truncated", (), {}, ["truncated", "calibrate"]),
+    "not an artifact": ("llama", "text", (), {}, ["text.safetensors", "calibrate"]),
+    "missing artifact": ("llama", "nowhere", (), {}, ["nowhere", "calibrate"]),
+    "missing layer": ("llama", "no-layer-1", (), {}, ["layers.1", "calibrate"]),
+    "another model's artifact": ("llama", "foreign", (), {}, ["kv_heads", "4", "2"]),
+    "another codec's artifact": (
+        "llama",
+        "good",
+        ("--oscar-codec", "oscar"),
+        {},
+        ["codec", "feedback", "oscar"],
+    ),
+    "head_dim 96": ("head96", "good", (), {}, ["head_dim 96", "powers of two"]),
+    "sliding window": ("window", "good", (), {}, ["sliding-window", "drop --kv-cache-dtype"]),
+    "hybrid sliding window": ("gemma", "good", (), {}, ["sliding-window"]),
+    "MLA": ("mla", "good", (), {}, ["MLA", "drop --kv-cache-dtype"]),
+    "HiCache": ("llama", "good", ("--enable-hierarchical-cache",), {}, ["drop --enable-hier"]),
+    "disaggregation": (
+        "llama",
+        "good",
+        ("--disaggregation-mode", "prefill"),
+        {},
+        ["drop --disaggregation-mode"],
+    ),
+    "speculation": (
+        "llama",
+        "good",
+        ("--speculative-algorithm", "NGRAM"),
+        {},
+        ["drop --speculative-algorithm"],
+    ),
+    "page size 24": ("llama", "good", ("--page-size", "24"), {}, ["--page-size 24", "16"]),
+    "page size on a CPU": (
+        "llama",
+        "good",
+        ("--page-size", "16"),
+        {"TRITON_INTERPRET": "0"},
+        ["TRITON_INTERPRET=1"],
+    ),
+    "post-capture sizing": (
+        "llama",
+        "good",
+        (),
+        {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
+        ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "unset"],
+    ),
+    "zero sink": ("llama", "good", ("--oscar-sink-tokens", "0"), {}, ["--oscar-sink-tokens"]),
+    "negative recent": (
+        "llama",
+        "good",
+        ("--oscar-recent-tokens", "-5"),
+        {},
+        ["--oscar-recent-tokens", "-5"],
+    ),
+    "other attention backend": (
+        "llama",
+        "good",
+        ("--attention-backend", "triton"),
+        {},
+        ["drop --attention-backend triton"],
+    ),
+    "unknown codec": ("llama", "good", ("--oscar-codec", "zip"), {}, ["zip", "feedback"]),
+}
+
+
+def _write_artifacts(folder: Path, model: Path) -> None:
+    fingerprint = artifact.Fingerprint.of(model)
+    good = folder / "good.safetensors"
+    artifact.data_free(fingerprint, "feedback").save(good)
+    (folder / "truncated.safetensors").write_bytes(good.read_bytes()[:-1000])
+    (folder / "text.safetensors").write_text("not an artifact" * 100)
+    with safe_open(good, "pt") as f:
+        tensors = {k: f.get_tensor(k) for k in f.keys() if not k.startswith("layers.1.")}
+        save_file(tensors, folder / "no-layer-1.safetensors", f.metadata())
+    other = artifact.Fingerprint.of(model, {**LLAMA, "num_key_value_heads": 4})
+    artifact.data_free(other, "feedback").save(folder / "foreign.safetensors")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    _write_artifacts(folder, folder / "llama")
+
+    def case(model, file, extra, env, *_words):
+        base = ["--model-path", str(folder / model), "--device", "cpu", "--kv-cache-dtype", "int2"]
+        base += ["--oscar-artifact", str(folder / f"{file}.safetensors"), "--skip-tokenizer-init"]
+        return {"argv": [*base, *extra], "env": env}
+
+    bare = {
+        "argv": ["--model-path", str(folder / "llama"), "--device", "cpu"]
+        + ["--oscar-sink-tokens", "8"]
+    }
+    launcher = Path(__file__).parents[1] / "fork_launcher.py"
+    done = subprocess.run(
+        [sys.executable, launcher],
+        input=json.dumps([*(case(*c) for c in CASES.values()), bare]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    return dict(zip([*CASES, "flag without int2"], json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", [*CASES, "flag without int2"])
+def test_refused_before_weights_load(results, name):
+    result = results[name]
+    words = CASES[name][-1] if name in CASES else ["--kv-cache-dtype int2"]
+    assert result["code"] not in (0, 70), result["output"][-3000:]
+    message = result["output"].strip().splitlines()[-1]
+    for word in words:
+        assert word in message, result["output"][-3000:]
+    assert "Load weight" not in result["output"]
+
+
+def test_wrong_sglang_version_is_refused(monkeypatch):
+    import sglang
+
+    from oscar_sglang.config import OscarError
+    from oscar_sglang.hooks import check_version
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.99")
+    with pytest.raises(OscarError, match=r"0\.5\.17.*found 0\.5\.99.*pip install"):
+        check_version()
+
+
+def test_a_missing_hook_is_fatal(monkeypatch):
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from oscar_sglang import hooks
+    from oscar_sglang.config import OscarError
+
+    load_plugins()
+    hooks.verify()
+    for hook in hooks.HOOKS:
+        with monkeypatch.context() as m:
+            m.setattr(HookRegistry, "_patched", HookRegistry._patched - {hook.target})
+            with pytest.raises(OscarError, match=hook.target.replace(".", r"\.")):
+                hooks.verify()
+
+
+def test_engine_refuses_too():
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    for options, words in (
+        (dict(oscar_codek="feedback"), "oscar_codek"),
+        (dict(oscar_sink_tokens=0), "--oscar-sink-tokens"),
+        (dict(enable_hierarchical_cache=True), "drop --enable-hierarchical-cache"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ServerArgs(model_path="/nowhere", device="cpu", kv_cache_dtype="int2", **options)
