@@ -1,5 +1,7 @@
 import sys
 from pathlib import Path
 
-# With --import-mode=importlib the helper modules beside the tests need a path of their own.
-sys.path.insert(0, str(Path(__file__).parent))
+# With --import-mode=importlib helper modules need a path: those beside the tests, and those that
+# tests share with scripts.
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib"), str(HERE.parent / "scripts")]

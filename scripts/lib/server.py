@@ -81,9 +81,7 @@ class Server:
     def generate(self, ids: list[int], new_tokens: int = 1, **options) -> dict:
         """Greedy ``/generate`` on token ids."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        return self.request(
-            "/generate", {"input_ids": ids, "sampling_params": sampling, **options}
-        )
+        return self.request("/generate", {"input_ids": ids, "sampling_params": sampling, **options})
 
     def state(self) -> dict:
         """The ``oscar`` block of /server_info."""

@@ -1,0 +1,157 @@
+"""The product as its users meet it: a server process, HTTP, SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+
+import pytest
+import torch
+from server import Server
+
+from oscar_sglang import artifact as art
+from oscar_sglang.kernels.layout import WindowLayout
+
+pytestmark = pytest.mark.sglang
+
+COMMON = ("--dtype", "float32", "--max-running-requests", "8", "--max-total-tokens", "8192")
+INT2 = (*COMMON, "--kv-cache-dtype", "int2")
+PROMPTS = (
+    "The three laws of motion, in plain words, are",
+    "Write a short letter to a friend about the sea.",
+    "def quicksort(items):\n",
+    "A list of ten animals and where they live:\n1.",
+)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, artifacts, tmp_path_factory):
+    log = tmp_path_factory.mktemp("http") / "server.log"
+    flags = ("--oscar-artifact", str(artifacts["feedback"]), "--chunked-prefill-size", "512")
+    with Server(smollm2, log, *INT2, *flags) as s:
+        yield s
+
+
+def test_wide_windows_equal_sglangs_own_cache(smollm2, artifacts, tmp_path):
+    """Everything exact: token for token SGLang's float32 run on its own cache."""
+    texts = []
+    wide = ("--oscar-artifact", str(artifacts["feedback"]), "--oscar-recent-tokens", "512")
+    stock = (*COMMON, "--attention-backend", "torch_native")
+    for name, flags in (("stock", stock), ("int2", (*INT2, *wide))):
+        with Server(smollm2, tmp_path / f"{name}.log", *flags) as s:
+            sampling = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+            answers = s.request("/generate", {"text": list(PROMPTS), "sampling_params": sampling})
+            texts.append([a["output_ids"] for a in answers])
+    assert texts[0] == texts[1]
+    assert all(len(ids) == 32 for ids in texts[0])
+
+
+def next_token_logprobs(response: dict) -> list[dict[int, float]]:
+    """Per generated token the top log-probabilities, by token id."""
+    meta = response["meta_info"]["output_top_logprobs"]
+    return [{token: value for value, token, *_ in step} for step in meta]
+
+
+def emulate(model, artifact, ids, hist_end):
+    """log-softmax rows of transformers reading history [n_sink, hist_end[p]) as codes."""
+    from oscar_sglang.calibration import QuantisedCache
+
+    with QuantisedCache(model, artifact, WindowLayout(), hist_end=hist_end), torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def schedule(total: int, chunks: list[tuple[int, int]], recent_start: int = 0) -> torch.Tensor:
+    """hist_end of every query position; positions outside ``chunks`` are decode steps."""
+    ends = torch.arange(total) + 1 - 256
+    for prefix, end in chunks:
+        ends[prefix:end] = prefix + 1 - 256
+        if prefix == 0:
+            ends[:end] = 0
+    return torch.maximum(ends, torch.tensor(recent_start)).clamp_min(0)
+
+
+@pytest.mark.parametrize("case", ["fresh", "chunked", "prefix hit"])
+def test_logprobs_equal_an_independent_emulation(
+    server, reference_model, artifacts, documents, case
+):
+    """Contexts beyond the windows: mean |difference| of the top 20 below 1e-3 at each of 8
+    steps (greedy tokens of the server are teacher-forced into the emulation)."""
+    server.flush()
+    ids = documents["test_pod_perlfaq4"]
+    length = {"fresh": 500, "chunked": 1200, "prefix hit": 600}[case]
+    prompt = ids[:length]
+    cached = 0
+    if case == "prefix hit":
+        cached = 420
+        server.generate(prompt[:cached])
+    response = server.generate(prompt, 8, return_logprob=True, top_logprobs_num=20)
+    assert response["meta_info"]["cached_tokens"] == cached
+    chunks = [(p, min(p + 512, length)) for p in range(cached, length, 512)]
+    hist_end = schedule(length + 8, chunks, recent_start=cached)
+    if cached:
+        hist_end[:cached] = 0  # the first request computed these rows from an exact prefix
+    full = prompt + response["output_ids"]
+    expected = emulate(reference_model, art.load(artifacts["feedback"]), full, hist_end)
+    for step, top in enumerate(next_token_logprobs(response)):
+        row = expected[length - 1 + step]
+        difference = sum(abs(row[t].item() - value) for t, value in top.items()) / len(top)
+        assert difference < 1e-3, f"step {step}: {difference}"
+    exact = emulate(reference_model, art.load(artifacts["feedback"]), full, hist_end * 0)
+    if case != "fresh":  # the first token of a fresh prompt sees no codes at all
+        assert (exact[length - 1] - expected[length - 1]).abs().mean() > 1e-2
+
+
+def test_prefix_hits_turns_and_sink_cache(server, documents):
+    server.flush()
+    before = server.state()
+    ids = documents["test_prose_secF3"]
+    first = server.generate(ids[:350], 20)
+    assert first["meta_info"]["cached_tokens"] == 0
+    second = server.generate(ids[:300] + ids[700:760])
+    assert second["meta_info"]["cached_tokens"] == 300
+    turn = ids[:350] + first["output_ids"] + ids[800:830]
+    third = server.generate(turn)
+    # The last generated token was never fed back, so it is not in the cache.
+    assert third["meta_info"]["cached_tokens"] == 350 + 19
+    after = server.state()
+    assert after["requests_on_prefix"] - before["requests_on_prefix"] == 2
+    assert after["sink_hits"] - before["sink_hits"] == 2 * 64
+    assert after["sink_misses"] == before["sink_misses"]
+    new = 350 + 19 + 60 + 31
+    assert after["demoted_tokens"] - before["demoted_tokens"] == new
+    assert after["history_tokens"] == new
+
+
+def test_sink_cache_of_one_row_still_answers(smollm2, artifacts, documents, tmp_path):
+    flags = ("--oscar-artifact", str(artifacts["feedback"]), "--oscar-sink-cache-tokens", "1")
+    with Server(smollm2, tmp_path / "log", *INT2, *flags) as s:
+        ids = documents["test_prose_secF3"][:400]
+        s.generate(ids[:300])
+        answer = s.generate(ids, 8)
+        state = s.state()
+        assert answer["meta_info"]["cached_tokens"] == 300 and len(answer["output_ids"]) == 8
+        assert state["sink_misses"] == 63 and state["sink_hits"] == 1
+
+
+def test_allocated_bytes_agree_with_the_plan(server):
+    state = server.state()
+    for part, planned in state["planned_bytes"].items():
+        assert state["bytes"][part] == pytest.approx(planned, rel=0.01), part
+    log = server.log.read_text()
+    total = sum(state["bytes"].values()) / 2**30
+    assert f"total {total:.3f} GB" in log and "against 23040 B in BF16 (6.40x)" in log
+
+
+def test_chat_completions_and_errors(server):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = server.request(
+        "/v1/chat/completions",
+        {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0},
+    )
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.generate([1] * 9000)
+    assert (
+        error.value.code == 400
+        and "context length" in json.loads(error.value.read())["error"]["message"]
+    )

@@ -1,0 +1,89 @@
+"""The pool inside SGLang's model runner: quality, and codes that do not depend on scheduling.
+
+Each runner lives in a process of its own, because SGLang keeps one configuration per process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pool_quality import ROWS, compare, exact_logprobs
+from vectors import DATA
+
+from oscar_sglang import artifact as art
+from oscar_sglang.kernels.layout import WindowLayout
+
+pytestmark = pytest.mark.sglang
+
+TESTS = Path(__file__).parents[1]
+SCRIPTS = TESTS.parent / "scripts"
+DOCUMENT = "test_code_inspect"
+# Mean KL of four documents in the acceptance table.
+TABLE = {"feedback": 0.0119, "aligned": 0.024, "oscar": 0.146}
+
+
+@pytest.fixture(scope="module")
+def emulated(reference_model, artifacts, documents):
+    """KL of the document per codec, by an emulation in transformers that has no pool."""
+    from oscar_sglang.calibration import QuantisedCache
+
+    ids = documents[DOCUMENT]
+    exact = exact_logprobs(reference_model, ids)
+    found = {}
+    for codec in TABLE:
+        artifact = art.load(artifacts[codec])
+        prefix = len(ids) - ROWS
+        with QuantisedCache(reference_model, artifact, WindowLayout(), exact_prefix=prefix):
+            found[codec] = compare(exact, exact_logprobs(reference_model, ids), ids).kl
+    return found
+
+
+@pytest.mark.parametrize("codec", TABLE)
+def test_kl_of_the_pool(smollm2, artifacts, emulated, codec, tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, SCRIPTS / "eval_pool.py", "--model", smollm2]
+    command += ["--artifact", artifacts[codec], "--tokens", DATA / "smollm2_tokens.npz"]
+    subprocess.run([*command, "--documents", DOCUMENT, "--json", out], check=True)
+    (result,) = json.loads(out.read_text())
+    assert result["codec"] == codec and result["bits"] == 2.5
+    assert result["kl"] == pytest.approx(emulated[codec], rel=0.02)
+    # One document scatters around the mean of four; the table itself is scripts/eval_pool.py.
+    assert TABLE[codec] / 2 < result["kl"] < TABLE[codec] * 2
+
+
+def test_order_of_the_codecs(emulated):
+    assert emulated["feedback"] < emulated["aligned"] < emulated["oscar"]
+
+
+@pytest.fixture(scope="module")
+def codes(smollm2, artifacts):
+    def run(page_size: int) -> dict:
+        command = [sys.executable, TESTS / "pool_codes.py", smollm2, artifacts["feedback"]]
+        done = subprocess.run(
+            [*command, str(page_size)],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return {page_size: run(page_size) for page_size in (1, 4)}
+
+
+def test_codes_do_not_depend_on_scheduling(codes):
+    """K and V themselves differ in the last float32 bits between batch shapes (the model's own
+    matrix products), so a few values on a rounding tie may fall the other way: at most 1 in
+    2,000 bytes. Rows fed directly are bit-identical (test_reference.py)."""
+    for name, way in codes[1]["ways"].items():
+        assert way["codes"] < 5e-4 and way["meta"] < 5e-4, (name, way)
+
+
+def test_codes_do_not_depend_on_page_size(codes):
+    assert codes[1]["digest"] == codes[4]["digest"]
+    assert codes[1]["ways"] == codes[4]["ways"]

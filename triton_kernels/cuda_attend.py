@@ -1,0 +1,181 @@
+"""attend and merge in CUDA C++ (attend.cu, merge.cu): the fast path, for head_dim 64 and 128.
+
+Two forms of attend, chosen on the host from shapes only, so that a CUDA graph keeps its choice:
+
+    cta   one CTA reads the runs of 8 KV heads; KV heads a multiple of 8, whole pages, large batches
+    warp  one CTA per KV head, its warps share the tiles; any KV heads, any page size
+
+Same plan, partial results and arguments as ``attend.attend`` and ``merge.merge``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from . import nvrtc
+from .attend import Partials
+from .driver import Kernel, module, overlaps
+from .layout import BLOCK
+from .views import LayerView
+
+HEAD_DIMS = (64, 128)
+_COLUMNS = 8  # of a warp
+_CTA_FROM_BATCH = 4
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "o", "ml", "plan", "q", "blocks", "sink_k", "sink_v", "ring_k", "ring_v", "table",
+        )),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("n_sink", "n_recent", "columns")),
+        *((name, ctypes.c_float) for name in ("scale_log2", "cap_log2")),
+    ]  # fmt: skip
+
+
+class _MergeArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "o", "ml", "plan", "r_v")),
+        *((name, ctypes.c_int) for name in ("columns", "max_q", "tokens")),
+    ]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How attend is launched; ``splits`` is the length of the grid and of the plan."""
+
+    kernel: str
+    splits: int
+    paged: bool
+    warps: int = 4
+    stages: int = 4
+    min_ctas: int = 4
+
+    def shared_bytes(self, dim: int) -> int:
+        head_block = 8 * dim + 128
+        if self.kernel == "attend_cta":
+            return 3 * 2 * 8 * head_block + 2 * 3 * 8
+        pipeline = self.warps * self.stages * (2 * head_block + 8)
+        return pipeline + self.warps * _COLUMNS * (4 * dim + 8)
+
+    @property
+    def threads(self) -> int:
+        return 288 if self.kernel == "attend_cta" else 32 * self.warps
+
+
+def supported(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
+    """Whether this device, head_dim and model dtype have a CUDA form (NVRTC present included)."""
+    return (
+        device.type == "cuda"
+        and dim in HEAD_DIMS
+        and dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and nvrtc.available()
+    )
+
+
+def choose_form(
+    batch: int, kv_heads: int, columns: int, page_size: int, device: torch.device
+) -> Form:
+    """Form and split count that fill the device once, whatever the lengths will be."""
+    properties = torch.cuda.get_device_properties(device)
+    paged = page_size % BLOCK == 0 and properties.major >= 9
+    tiles = math.ceil(columns / _COLUMNS)
+    if paged and kv_heads % 8 == 0 and batch >= _CTA_FROM_BATCH:
+        splits = 2 * properties.multi_processor_count // (kv_heads // 8 * tiles)
+        return Form("attend_cta", max(1, splits), True)
+    min_ctas = 4 if properties.shared_memory_per_multiprocessor > 200_000 else 2
+    splits = min_ctas * properties.multi_processor_count // (kv_heads * tiles)
+    return Form("attend_warp", max(1, splits), paged, min_ctas=min_ctas)
+
+
+def _shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("HEAD_DIM", view.head_dim),
+        ("KV_HEADS", view.kv_heads),
+        ("GROUP", heads // view.kv_heads),
+        ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
+    )
+
+
+@functools.cache
+def _attend_kernel(form: Form, shape: tuple, cap: bool, dim: int, device: int) -> Kernel:
+    defines = (
+        *shape,
+        ("SOFT_CAP", int(cap)),
+        ("PAGED", int(form.paged)),
+        *((("WARPS", form.warps), ("STAGES", form.stages), ("MIN_CTAS", form.min_ctas))
+          if form.kernel == "attend_warp" else ()),
+    )  # fmt: skip
+    code = module(("common.cu", "attend.cu"), defines, device)
+    return Kernel(code, form.kernel, form.threads, form.shared_bytes(dim), overlaps(device))
+
+
+@functools.cache
+def _merge_kernel(shape: tuple, rows: int, device: int) -> Kernel:
+    code = module(("common.cu", "merge.cu"), (*shape, ("ROWS", rows)), device)
+    return Kernel(code, "merge", 256, 0, overlaps(device))
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def attend(
+    form: Form,
+    part: Partials,
+    view: LayerView,
+    q_rot: torch.Tensor,
+    req_to_token: torch.Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+) -> None:
+    """``attend.attend`` for q_rot [T, H, D] float32; ``form.splits`` must be the plan's."""
+    assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
+    assert req_to_token.dtype == torch.int32 and form.splits == part.splits
+    shape = _shape_defines(view, q_rot.shape[1])
+    kernel = _attend_kernel(form, shape, logit_cap > 0, view.head_dim, q_rot.device.index)
+    log2e = math.log2(math.e)
+    args = _Args(
+        *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),
+        req_to_token.stride(0), view.windows.n_sink, view.windows.n_recent, part.columns,
+        scale * log2e, logit_cap * log2e,
+    )  # fmt: skip
+    tiles = math.ceil(part.columns / _COLUMNS)
+    heads = view.kv_heads
+    grid = (
+        (form.splits, heads // 8, tiles)
+        if form.kernel == "attend_cta"
+        else (heads, form.splits, tiles)
+    )
+    kernel(grid, args, _stream(q_rot.device))
+
+
+def merge(
+    part: Partials,
+    view: LayerView,
+    out: torch.Tensor,
+    max_q: int = 1,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``merge.merge`` for out [T, H, D] in the windows' dtype."""
+    assert out.dtype == view.sink_k.dtype and out.is_contiguous()
+    group, tokens, heads = out.shape[1] // view.kv_heads, part.batch * max_q, view.kv_heads
+    sms = torch.cuda.get_device_properties(out.device).multi_processor_count
+    rows = 1 if tokens * heads * group <= 2 * sms else min(4, group)
+    kernel = _merge_kernel(_shape_defines(view, out.shape[1]), rows, out.device.index)
+    slices = math.ceil(group / rows)
+    args = _MergeArgs(
+        out.data_ptr(), None if lse is None else lse.data_ptr(), part.o.data_ptr(),
+        part.ml.data_ptr(), part.plan.data_ptr(), view.params.r_v.data_ptr(),
+        part.columns, max_q, tokens,
+    )  # fmt: skip
+    share = max(1, 4 * sms // (heads * slices))
+    kernel((min(tokens, share), heads, slices), args, _stream(out.device))
+    return out
