@@ -1,6 +1,7 @@
 """Calibration: a model and some tokens in, an ``Artifact`` out. No SGLang, no GPU needed.
 
     calibrate(model_dir, codec, data, tokens)   run the model, fit the codec        (pipeline.py)
+    calibrate_codecs(model_dir, codecs, ...)    several codecs from one pass        (pipeline.py)
     ensure_artifact(model_dir, codec)           the same, cached per user and model (auto.py)
     QuantisedCache(model, artifact, windows)    run a model on a quantised cache    (emulate.py)
 
@@ -13,6 +14,7 @@ _HOME = {
     "CalibrationError": "errors",
     "QuantisedCache": "emulate",
     "calibrate": "pipeline",
+    "calibrate_codecs": "pipeline",
     "ensure_artifact": "auto",
 }
 __all__ = list(_HOME)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..artifact import Artifact, ArtifactError, Fingerprint, check, load
+from ..config import cache_dir
 
 logger = logging.getLogger(__name__)
 
 _LOCK_NOTICE_SECONDS = 5
-
-
-def cache_dir() -> Path:
-    """``$OSCAR_SGLANG_CACHE``, else ``$XDG_CACHE_HOME/oscar_sglang``, else ``~/.cache/...``."""
-    own = os.environ.get("OSCAR_SGLANG_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "oscar_sglang"
 
 
 def artifact_path(fingerprint: Fingerprint, codec: str) -> Path:

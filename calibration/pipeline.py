@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,10 +44,26 @@ def calibrate(
 
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
     """
+    options = dict(device=device, seed=seed, n_sink=n_sink, progress=progress)
+    return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
+
+
+def calibrate_codecs(
+    model_dir: Path | str,
+    codecs: Sequence[str],
+    data: str = RANDOM,
+    tokens: int = DEFAULT_TOKENS,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    n_sink: int = N_SINK,
+    progress: Progress | None = None,
+) -> dict[str, Artifact]:
+    """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
     model_dir = Path(model_dir)
-    if codec not in CODECS:
-        raise CalibrationError(f"unknown codec {codec!r}; supported: {', '.join(CODECS)}")
+    if unknown := [name for name in codecs if name not in CODECS]:
+        raise CalibrationError(f"unknown codec {unknown[0]!r}; supported: {', '.join(CODECS)}")
     fingerprint = Fingerprint.of(model_dir)
     check_supported(model_dir, fingerprint.head_dim)
     source = load_tokens(data, model_dir, tokens, seed)
@@ -57,25 +74,28 @@ def calibrate(
             f"of their sequence, expected at least {_MIN_ROWS}; give more tokens"
         )
     moments = _moments(model_dir, device, source, n_sink, progress)
-    fits = _fit(moments, codec, progress)
-    return Artifact(
-        fingerprint=fingerprint,
-        codec=codec,
-        options={"damping": DAMPING, "n_sink": n_sink},
-        layers=[fit.params for fit in fits],
-        provenance={
-            "tool": f"oscar_sglang {__version__}",
-            "model": model_dir.resolve().name,
-            "data": source.description,
-            "data_hash": source.hash,
-            "tokens": source.count,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "device": device,
-            "seconds": round(time.monotonic() - start, 1),
-            "layers": [fit.report for fit in fits],
-            "warnings": _warnings(source, tokens, fits),
-        },
-    )
+    made = {}
+    for codec in codecs:
+        fits = _fit(moments, codec, progress)
+        made[codec] = Artifact(
+            fingerprint=fingerprint,
+            codec=codec,
+            options={"damping": DAMPING, "n_sink": n_sink},
+            layers=[fit.params for fit in fits],
+            provenance={
+                "tool": f"oscar_sglang {__version__}",
+                "model": model_dir.resolve().name,
+                "data": source.description,
+                "data_hash": source.hash,
+                "tokens": source.count,
+                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "device": device,
+                "seconds": round(time.monotonic() - start, 1),
+                "layers": [fit.report for fit in fits],
+                "warnings": _warnings(source, tokens, fits),
+            },
+        )
+    return made
 
 
 def _moments(

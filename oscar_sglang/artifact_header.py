@@ -143,6 +143,10 @@ def _parse_fingerprint(path: Path, value: Any) -> Fingerprint:
 
 
 def _check_entries(path: Path, header: Header, raw: dict[str, Any], data_bytes: int) -> None:
+    expected = expected_tensors(header)
+    for name in expected:
+        if name not in raw:
+            raise ArtifactError(f"{path}: tensor {name} is missing; {CALIBRATE}")
     f = header.fingerprint
     count = f.layers * (2 + CODECS[header.codec].k_feedback)
     total = count * f.kv_heads * f.head_dim**2 * 4
@@ -151,10 +155,6 @@ def _check_entries(path: Path, header: Header, raw: dict[str, Any], data_bytes: 
             f"{path}: holds {data_bytes} bytes of tensors, its fingerprint implies {total}; "
             f"truncated or damaged: {CALIBRATE}"
         )
-    expected = expected_tensors(header)
-    for name in expected:
-        if name not in raw:
-            raise ArtifactError(f"{path}: tensor {name} is missing; {CALIBRATE}")
     for name, entry in raw.items():
         if name not in expected:
             raise ArtifactError(f"{path}: unknown tensor {_show(name)}; {CALIBRATE}")

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import __version__
-
-CODEC_NAMES = ("feedback", "aligned", "oscar")  # kernels.codec.CODECS, without importing torch
+from .config import CODEC_NAMES
 
 
 def main(argv: list[str] | None = None) -> int:

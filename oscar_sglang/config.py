@@ -75,7 +75,7 @@ def flag(field: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--oscar-*``. Defaults are None here, so that a given flag can be told from a default."""
+    """Add ``--oscar-*``; defaults are None, so that a given flag can be told from a default."""
     d = OscarConfig()
     group = parser.add_argument_group("oscar: 2-bit KV cache (with --kv-cache-dtype int2)")
     add = group.add_argument
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("sink_cache_tokens"),
         type=int,
-        help="exact sink rows kept for cached prefixes (default: sink tokens x 2 x running requests)",
+        help="exact sink rows for cached prefixes (default 2 x sink tokens x running requests)",
     )
     add(
         flag("scratch_tokens"),

@@ -180,7 +180,7 @@ def test_bad_fingerprint(path, change, part):
 
 
 def test_sizes_that_do_not_match_the_fingerprint(path):
-    rewrite(path, fingerprint=dataclasses.asdict(FINGERPRINT) | {"layers": 4096, "kv_heads": 4096})
+    rewrite(path, fingerprint=dataclasses.asdict(FINGERPRINT) | {"kv_heads": 4096})
     refuses(path, "its fingerprint implies")
 
 

@@ -1,25 +1,24 @@
-"""Statistics against a direct computation, bases and factors against their definitions, and the
-quantised-cache emulation against a brute-force one."""
+"""Statistics against a direct computation, bases and factors against their definitions, the
+data sources and the per-user cache."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, edit_config, llama, qwen3
+from tiny_models import VOCAB, edit_config, llama, qwen3, random_ids
 
 from oscar_sglang import artifact as art
+from oscar_sglang import config
 from oscar_sglang.calibration import (
     CalibrationError,
-    QuantisedCache,
     auto,
     calibrate,
     ensure_artifact,
 )
-from oscar_sglang.calibration.attention import causal_attention, replaced_attention
+from oscar_sglang.calibration.attention import replaced_attention
 from oscar_sglang.calibration.collect import check_supported, collect, load_model
 from oscar_sglang.calibration.data import load_tokens
-from oscar_sglang.calibration.emulate import quantise
 from oscar_sglang.calibration.fit import feedback_factor, fit_layer
 from oscar_sglang.calibration.hadamard import (
     bit_reversal,
@@ -29,9 +28,6 @@ from oscar_sglang.calibration.hadamard import (
 )
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
-from oscar_sglang.kernels.layout import WindowLayout
-
-WINDOWS = WindowLayout(n_sink=8, n_recent=16)
 
 
 @pytest.fixture(scope="module", params=[llama, qwen3], ids=["llama-d64", "qwen3-d128"])
@@ -46,12 +42,7 @@ def model(model_dir):
 
 @pytest.fixture(scope="module")
 def moments(model):
-    return collect(model, _sequences(700, 300), n_sink=8)
-
-
-def _sequences(*lengths: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+    return collect(model, random_ids(700, 300), n_sink=8)
 
 
 def _eye_gap(r: torch.Tensor) -> float:
@@ -124,7 +115,7 @@ def test_statistics_equal_a_direct_computation(model, moments):
         return o.to(q.dtype)
 
     with torch.no_grad(), replaced_attention(model, record):
-        for ids in _sequences(700, 300):
+        for ids in random_ids(700, 300):
             model(ids[None], use_cache=False)
     for layer, m in enumerate(moments):
         r = {name: torch.cat(rows[layer, name]) for name in "qkvo"}
@@ -172,7 +163,7 @@ def test_memory_does_not_grow_with_tokens():
 
 def test_collecting_restores_the_model(model):
     before = model.config._attn_implementation
-    collect(model, _sequences(64), n_sink=4)
+    collect(model, random_ids(64), n_sink=4)
     assert model.config._attn_implementation == before
 
 
@@ -365,114 +356,8 @@ def test_ensure_artifact_without_a_writable_cache(model_dir, cache, caplog):
 def test_cache_directory_precedence(monkeypatch):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert auto.cache_dir() == Path("/a")
+    assert config.cache_dir() == Path("/a")
     monkeypatch.delenv("OSCAR_SGLANG_CACHE")
-    assert auto.cache_dir() == Path("/b/oscar_sglang")
+    assert config.cache_dir() == Path("/b/oscar_sglang")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert auto.cache_dir() == Path.home() / ".cache/oscar_sglang"
-
-
-# ---- emulation
-
-
-@pytest.fixture(scope="module")
-def artifact(model_dir):
-    return calibrate(model_dir, tokens=600)
-
-
-def _brute_force(artifact, ends: torch.Tensor, n_sink: int):
-    """Attention function that rebuilds K and V for every query row."""
-
-    def attend(layer, q, k, v, scale):
-        params = artifact.layers[layer]
-        k_hat, v_hat = quantise(artifact.spec, params, k[0].transpose(0, 1), v[0].transpose(0, 1))
-        k_hat = torch.einsum("thd,hed->hte", k_hat, params.r_k)
-        v_hat = torch.einsum("thd,hed->hte", v_hat, params.r_v)
-        rows = []
-        for p, end in enumerate(ends.tolist()):
-            coded = torch.arange(p + 1) >= n_sink
-            coded &= torch.arange(p + 1) < end
-            kk = torch.where(coded[:, None], k_hat[:, : p + 1], k[0, :, : p + 1])
-            vv = torch.where(coded[:, None], v_hat[:, : p + 1], v[0, :, : p + 1])
-            kk, vv = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (kk, vv))
-            weights = (q[0, :, p : p + 1] @ kk.mT * scale).softmax(-1)
-            rows.append(weights @ vv)
-        return torch.cat(rows, 1)[None]
-
-    return attend
-
-
-@torch.no_grad()
-def _logits(model, context, ids):
-    with context:
-        return model(ids[None], use_cache=False).logits[0]
-
-
-def test_emulation_equals_brute_force(model, artifact):
-    ids, prefix = _sequences(90)[0], 60
-    ends = (torch.arange(90) + 1 - WINDOWS.n_recent).clamp_min(WINDOWS.n_sink)
-    ends[:prefix] = 0
-    fast = _logits(model, QuantisedCache(model, artifact, WINDOWS, exact_prefix=prefix), ids)
-    slow = _logits(
-        model, replaced_attention(model, _brute_force(artifact, ends, WINDOWS.n_sink)), ids
-    )
-    assert torch.allclose(fast, slow, atol=1e-4)
-
-
-def test_emulation_of_an_arbitrary_schedule(model, artifact):
-    ids = _sequences(70)[0]
-    ends = torch.randint(0, 60, (70,), generator=torch.Generator().manual_seed(1))
-    fast = _logits(model, QuantisedCache(model, artifact, WINDOWS, hist_end=ends), ids)
-    slow = _logits(
-        model, replaced_attention(model, _brute_force(artifact, ends, WINDOWS.n_sink)), ids
-    )
-    assert torch.allclose(fast, slow, atol=1e-4)
-
-
-def test_emulation_with_nothing_quantised_is_exact(model, artifact):
-    ids = _sequences(50)[0]
-
-    def exact(layer, q, k, v, scale):
-        return causal_attention(q, k, v, scale)
-
-    expected = _logits(model, replaced_attention(model, exact), ids)
-    for context in (
-        QuantisedCache(model, artifact, WINDOWS, exact_prefix=50),
-        QuantisedCache(model, artifact, WindowLayout(n_sink=8, n_recent=64)),
-        QuantisedCache(model, artifact, WINDOWS, hist_end=torch.zeros(50, dtype=torch.int64)),
-    ):
-        assert torch.allclose(_logits(model, context, ids), expected, atol=1e-5)
-
-
-@torch.no_grad()
-def test_emulation_token_by_token_equals_one_pass(model, artifact):
-    ids, prefix = _sequences(80)[0], 50
-    whole = _logits(model, QuantisedCache(model, artifact, WINDOWS, exact_prefix=prefix), ids)
-    with QuantisedCache(model, artifact, WINDOWS, exact_prefix=prefix):
-        out = model(ids[None, :prefix], use_cache=True)
-        steps = [out.logits[0]]
-        for i in range(prefix, 80):
-            out = model(ids[None, i : i + 1], past_key_values=out.past_key_values)
-            steps.append(out.logits[0])
-    assert torch.allclose(torch.cat(steps), whole, atol=1e-4)
-
-
-def test_emulation_changes_logits_and_restores_the_model(model, artifact):
-    ids = _sequences(80)[0]
-    before = model.config._attn_implementation
-    quantised = _logits(model, QuantisedCache(model, artifact, WINDOWS), ids)
-    assert model.config._attn_implementation == before
-    exact = _logits(model, QuantisedCache(model, artifact, WINDOWS, exact_prefix=80), ids)
-    first = WINDOWS.tokens  # the first row that has a history
-    assert torch.allclose(quantised[:first], exact[:first], atol=1e-5)
-    assert (quantised[first:] - exact[first:]).abs().max() > 1e-3
-
-
-def test_padded_batches_are_refused(model, artifact):
-    mask = torch.tensor([[0, 0, 1, 1]])
-    with (
-        torch.no_grad(),
-        QuantisedCache(model, artifact, WINDOWS),
-        pytest.raises(CalibrationError, match="padded or masked"),
-    ):
-        model(torch.ones(1, 4, dtype=torch.int64), attention_mask=mask)
+    assert config.cache_dir() == Path.home() / ".cache/oscar_sglang"

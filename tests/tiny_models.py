@@ -34,6 +34,12 @@ def qwen3(folder: Path) -> Path:
     return _write(Qwen3ForCausalLM(Qwen3Config(head_dim=128, **_COMMON)), folder)
 
 
+def random_ids(*lengths: int) -> list[torch.Tensor]:
+    """The same token ids every time, one [n] int64 sequence a length."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+
+
 def edit_config(folder: Path, **changes) -> None:
     """Change entries of config.json; None removes one."""
     path = folder / "config.json"

@@ -11,7 +11,6 @@ A *column* is a (query token, query head of the KV head) pair: ``column = i * G 
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
@@ -180,30 +179,40 @@ def _attend_kernel(
 
 
 class Partials:
-    """Static buffers between attend and merge, and the plan of a step.
+    """Static buffers between attend and merge for one batch size, and the plan of a step.
 
-    ``splits`` bounds the grid; ``columns`` is max query tokens x G.
+    ``splits`` bounds the grid; ``columns`` is max query tokens x G. Views into ``pool`` (a flat
+    float32 tensor of ``numel`` elements or more) when given, so that batch sizes can share it.
     """
 
     def __init__(
-        self, batch: int, splits: int, kv_heads: int, columns: int, head_dim: int, device
+        self,
+        batch: int,
+        splits: int,
+        kv_heads: int,
+        columns: int,
+        head_dim: int,
+        device,
+        pool: torch.Tensor | None = None,
     ) -> None:
         self.batch, self.splits, self.columns = batch, splits, columns
+        rows = (splits + batch) * kv_heads * columns
+        if pool is None:
+            numel = self.numel(batch, splits, kv_heads, columns, head_dim)
+            pool = torch.empty(numel, dtype=torch.float32, device=device)
         shape = (splits + batch, kv_heads, columns)
-        self.o = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
-        self.ml = torch.empty(*shape, 2, dtype=torch.float32, device=device)
+        self.o = pool[: rows * head_dim].view(*shape, head_dim)
+        self.ml = pool[rows * head_dim : rows * (head_dim + 2)].view(*shape, 2)
         self.plan = torch.zeros(plan_size(batch, splits), dtype=torch.int32, device=device)
 
-    def sized(self, batch: int, splits: int) -> Partials:
-        """The same buffers for a smaller batch; its plan is its own."""
-        if batch > self.batch or splits > self.splits:
-            raise ValueError(
-                f"{batch} requests x {splits} splits exceed {self.batch} x {self.splits}"
-            )
-        small = copy.copy(self)
-        small.batch, small.splits = batch, splits
-        small.plan = torch.zeros(plan_size(batch, splits), dtype=torch.int32, device=self.o.device)
-        return small
+    @staticmethod
+    def numel(batch: int, splits: int, kv_heads: int, columns: int, head_dim: int) -> int:
+        return (splits + batch) * kv_heads * columns * (head_dim + 2)
+
+
+def choose_splits(kv_heads: int, columns: int, sms: int) -> int:
+    """Split count that fills a device of ``sms`` processors, whatever the lengths will be."""
+    return max(1, 4 * sms // (kv_heads * triton.cdiv(columns, _COLUMNS)))
 
 
 def attend(

@@ -172,3 +172,68 @@ def lab(device):
 @pytest.fixture
 def rms():
     return relative_rms
+
+
+def run_attention(lab, seq_lens, q_lens=None, splits=5, cap=0.0, spread=1.0, form=None):
+    """plan + attend + merge with every buffer poisoned -> out, lse, and what float64 gives.
+
+    form: a ``cuda_attend.Form``; None runs the Triton kernels.
+    """
+    from oscar_sglang.kernels import attend, cuda_attend, merge
+    from oscar_sglang.kernels.plan import plan_attend
+
+    ragged = q_lens is not None
+    q_lens = q_lens or [1] * len(seq_lens)
+    total, heads, max_q = sum(q_lens), lab.kv_heads * lab.group, max(q_lens)
+    q = torch.randn(total, heads, lab.dim, device=lab.device) * spread
+    splits = form.splits if form else splits
+    part = attend.Partials(
+        len(seq_lens), splits, lab.kv_heads, max_q * lab.group, lab.dim, lab.device
+    )
+    part.o.fill_(float("nan"))
+    part.ml.fill_(float("nan"))
+    indptr = torch.tensor([0, *q_lens]).cumsum(0).to(lab.device)
+    lens = torch.tensor(seq_lens, device=lab.device)
+    recent_start = lab.seg.windows.recent_start
+    plan_attend(
+        part.plan, lab.rows, lens, recent_start, lab.windows, splits, indptr if ragged else None
+    )
+    scale, view = lab.dim**-0.5, lab.view()
+    dtype = lab.dtype if form else torch.float32
+    out = torch.full((total, heads, lab.dim), float("nan"), device=lab.device, dtype=dtype)
+    lse = torch.full((total, heads), float("nan"), device=lab.device)
+    if form:
+        cuda_attend.attend(form, part, view, q, lab.req_to_token, scale, cap)
+        cuda_attend.merge(part, view, out, max_q, lse)
+    else:
+        attend.attend(part, view, q, lab.req_to_token, scale, cap)
+        merge.merge(part, view, out, max_q, lse)
+    want = torch.zeros(out.shape, dtype=torch.float64, device=lab.device)
+    want_lse = torch.full_like(lse, -torch.inf, dtype=torch.float64)
+    for b, (s, n) in enumerate(zip(seq_lens, q_lens, strict=True)):
+        at = slice(int(indptr[b]), int(indptr[b]) + n)
+        if s:
+            want[at], want_lse[at] = lab.attention(b, q[at], s, scale, cap)
+    return out, lse, want, want_lse
+
+
+def check_attention(lab, seq_lens, q_lens=None, tol=2e-3, **kw):
+    """Kernel error only: the reference reads the same cache. ``tol`` is relative RMS."""
+    out, lse, want, want_lse = run_attention(lab, seq_lens, q_lens, **kw)
+    assert not out.isnan().any()
+    error = relative_rms(out, want)
+    assert error < tol
+    finite = want_lse.isfinite()
+    assert torch.equal(finite, lse.isfinite())
+    error = (lse.double() - want_lse)[finite].abs()
+    assert error.numel() == 0 or error.max() < 5e-3 + 1e-4 * want_lse[finite].abs().max()
+
+
+@pytest.fixture
+def run():
+    return run_attention
+
+
+@pytest.fixture
+def check():
+    return check_attention

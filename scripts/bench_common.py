@@ -1,0 +1,177 @@
+"""Timing and synthetic caches for bench_kernels.py. Needs a CUDA GPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from oscar_sglang.kernels import codec, reference
+from oscar_sglang.kernels.attend import Partials
+from oscar_sglang.kernels.decode import DecodeAttention, DecodeStep
+from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
+from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
+from oscar_sglang.kernels.views import layer_view
+
+COLD_BYTES = 300e6  # rotated through per replay: several times the L2 cache
+DEV = "cuda"
+
+
+def graph_time(calls, budget_ms: float = 40.0) -> float:
+    """Median microseconds of one call; ``calls`` (over different buffers) make up one graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        once = _elapsed(stream, graph.replay)
+        repeats = max(9, min(100, int(budget_ms / max(once, 1e-3))))
+        times = sorted(_elapsed(stream, graph.replay) for _ in range(repeats))
+    return times[len(times) // 2] * 1e3 / len(calls)
+
+
+def _elapsed(stream, work) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(stream)
+    work()
+    end.record(stream)
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def ceilings(gib: int = 2) -> dict[str, float]:
+    """GB/s of a copy (read + write) and of a read-only reduction, both outside a graph."""
+    a = torch.empty(gib << 28, dtype=torch.int32, device=DEV).random_()
+    b = torch.empty_like(a)
+    stream = torch.cuda.current_stream()
+    result = {}
+    for name, work, moved in (
+        ("copy_gbps", lambda: b.copy_(a), 8),
+        ("read_gbps", lambda: a.view(-1, 1 << 20).amax(dim=1), 4),
+    ):
+        work()
+        times = sorted(_elapsed(stream, work) for _ in range(15))
+        result[name] = round(moved * a.numel() / times[7] / 1e6, 1)
+    return result
+
+
+def scattered_slots(tokens: int, page: int) -> torch.Tensor:
+    """A random permutation of pages, [tokens] int32, page 0 left out."""
+    pages = torch.randperm(tokens // page, device=DEV).int() + max(1, 16 // page)
+    return (pages[:, None] * page + torch.arange(page, device=DEV, dtype=torch.int32)).flatten()
+
+
+class Cache:
+    """One layer holding ``copies`` batches of ``batch`` requests of ``context`` random tokens."""
+
+    def __init__(self, batch, context, *, kv_heads=8, group=4, dim=128, page=16, windows=None):
+        self.batch, self.context, self.kv_heads, self.group, self.dim = (
+            batch, context, kv_heads, group, dim,
+        )  # fmt: skip
+        self.windows = windows or WindowLayout()
+        self.page = page
+        layout = HistoryLayout(kv_heads, dim)
+        self.copies = max(1, min(48, math.ceil(COLD_BYTES / self.needed_bytes())))
+        requests = self.copies * batch
+        self.tokens = -(-context // 64) * 64
+        slots = requests * self.tokens + 64
+        store = HistoryStore(layout, 1, slots, DEV)
+        self._randomise(store)
+        spec = codec.CODECS["feedback"]
+        r = torch.linalg.qr(torch.randn(2, kv_heads, dim, dim, device=DEV)).Q.contiguous()
+        factor = (torch.randn(kv_heads, dim, dim, device=DEV) * 0.05).triu(1).contiguous()
+        params = codec.LayerParams(r[0].contiguous(), r[1].contiguous(), factor)
+        window = WindowStore(self.windows, layout, 1, requests + 1, torch.bfloat16, DEV)
+        for x in (window.sink_k, window.sink_v, window.recent_k, window.recent_v):
+            x[0].normal_()
+        cache = SinkCache(layout, 1, 1024, torch.bfloat16, DEV)
+        self.seg = reference.Segments(spec, [params], store, window, cache)
+        self.view = layer_view(self.seg, 0)
+        self.table = torch.full((requests + 1, self.tokens), -1, dtype=torch.int32, device=DEV)
+        self.table[1:] = scattered_slots(requests * self.tokens, page).view(requests, -1)
+        self.rows = torch.arange(1, requests + 1, device=DEV).view(self.copies, batch)
+        self.lens = torch.full((batch,), context, dtype=torch.int64, device=DEV)
+        self.q = torch.randn(self.copies, batch, kv_heads * group, dim, device=DEV)
+        self.out = torch.empty_like(self.q, dtype=torch.bfloat16)
+
+    def _randomise(self, store):
+        flat = store.blocks[0].view(-1).view(torch.int32)
+        for i in range(0, flat.numel(), 1 << 28):
+            flat[i : i + (1 << 28)].random_(-(2**31), 2**31 - 1)
+        _, meta = store._views(0)
+        for i in range(0, len(meta), 1 << 16):
+            part = meta[i : i + (1 << 16)]
+            step = torch.empty(*part.shape[:-1], 2, device=DEV).uniform_(0.4, 0.9)
+            part[..., 0::2] = step.half()
+            part[..., 1::2] = (-1.5 * step + torch.empty_like(step).uniform_(-0.3, 0.3)).half()
+
+    def needed_bytes(self) -> int:
+        """Bytes one decode attention must read: windows in 16 bits, the rest packed."""
+        exact = min(self.context, self.windows.tokens)
+        row = self.kv_heads * self.dim
+        packed = self.kv_heads * (self.dim // 2 + 8)
+        return self.batch * (exact * row * 4 + (self.context - exact) * packed)
+
+    def steps(self, form=None, triton_only=False) -> list[DecodeStep]:
+        """A planned step per copy."""
+        own = DecodeAttention(
+            heads=self.kv_heads * self.group, kv_heads=self.kv_heads, head_dim=self.dim,
+            dtype=torch.bfloat16, windows=self.windows, page_size=self.page,
+            max_batch=self.batch, scale=self.dim**-0.5, device=DEV, triton_only=triton_only,
+        )  # fmt: skip
+        chosen, shape = own._shape(self.batch, 1)
+        if form is not None:
+            chosen, shape = form, (shape[0], form.splits, *shape[2:])
+        pool = torch.empty(Partials.numel(*shape), device=DEV)
+        made = []
+        for rows in self.rows:
+            step = DecodeStep(own, chosen, Partials(*shape, DEV, pool), 1)
+            step.plan(rows, self.lens, self.seg.windows.recent_start)
+            made.append(step)
+        return made
+
+    def calls(self, steps):
+        return [
+            lambda i=i, s=s: s(self.view, self.q[i], self.table, self.out[i])
+            for i, s in enumerate(steps)
+        ]
+
+    def error(self, steps, requests: int = 2) -> float:
+        """Worst relative error of a few requests against float64; raises if it is not small."""
+        self.out.fill_(float("nan"))
+        for call in self.calls(steps):
+            call()
+        picks = [(0, 0), (self.copies - 1, self.batch - 1)][:requests]
+        worst = 0.0
+        for copy, b in picks:
+            want = self._reference(int(self.rows[copy, b]), self.q[copy, b])
+            got = self.out[copy, b].double()
+            worst = max(worst, float((got - want).norm() / want.norm()))
+        if not worst < 5e-3 or not bool(self.out.isfinite().all()):
+            raise SystemExit(f"wrong result at {self.batch} x {self.context}: error {worst:.2e}")
+        return worst
+
+    def _reference(self, row: int, q: torch.Tensor) -> torch.Tensor:
+        n, hk = self.context, self.kv_heads
+        k = torch.empty(n, hk, self.dim, device=DEV)
+        v = torch.empty_like(k)
+        end = max(self.windows.n_sink, n - self.windows.n_recent)
+        slots = self.table[row, :n].long()
+        step = 16384
+        for i in range(0, n, step):
+            part = slice(i, min(n, i + step))
+            reference.materialise(
+                self.seg, 0, row, slots[part], i, min(end, n - 1), k[part], v[part]
+            )
+        q = q.double().view(hk, self.group, self.dim)
+        out = []
+        for h in range(hk):
+            weight = (q[h] @ k[:, h].double().T * self.dim**-0.5).softmax(-1)
+            out.append(weight @ v[:, h].double() @ self.view.params.r_v[h].double().T)
+        return torch.cat(out)

@@ -1,0 +1,152 @@
+"""The CUDA form of attend and merge: compiles wherever NVRTC is, runs where a GPU is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oscar_sglang.kernels import cuda_attend, nvrtc
+
+KERNELS = Path(nvrtc.__file__).parent
+
+
+def form(kernel, splits, page=16, **kw):
+    return cuda_attend.Form(kernel, splits, page % 16 == 0, **kw)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("arch,paged", [("sm_90a", 1), ("sm_90a", 0), ("sm_80", 0)])
+def test_compiles_without_a_toolkit(dim, arch, paged, tmp_path, monkeypatch):
+    if not nvrtc.available():
+        pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1}
+    attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged}
+    common = (KERNELS / "common.cu").read_text()
+    for file, extra in (("attend.cu", attend), ("merge.cu", {"ROWS": 4})):
+        source = common + (KERNELS / file).read_text()
+        first = nvrtc.compile_cubin(source, arch, shape | extra, file)
+        monkeypatch.setattr(nvrtc, "_compile", None)  # the second time comes from disk
+        assert nvrtc.compile_cubin(source, arch, shape | extra, file) == first
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_compile_errors_show_the_log():
+    if not nvrtc.available():
+        pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
+    with pytest.raises(nvrtc.CompileError, match="not_a_type"):
+        nvrtc.compile_cubin("not_a_type x;", "sm_90a", {}, "broken.cu")
+
+
+gpu = pytest.mark.gpu
+LENS = [(1,), (15, 16, 17, 319, 320, 321), (63, 64, 65, 0, 400), (3000, 1, 1040)]
+
+
+@gpu
+@pytest.mark.parametrize(
+    "kernel,splits", [("attend_cta", 7), ("attend_cta", 264), ("attend_warp", 66)]
+)
+@pytest.mark.parametrize("lens", LENS, ids=str)
+def test_lengths(lab, check, kernel, splits, lens):
+    x = lab(lens=lens, kv_heads=8, group=4, dim=128, n_sink=64, n_recent=256)
+    x.fill(lens)
+    check(x, list(lens), form=form(kernel, splits), tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages(lab, check, page, dim):
+    x = lab(lens=(700, 333), page=page, dim=dim, kv_heads=4, n_sink=21, n_recent=50)
+    x.fill((700, 333))
+    check(x, [700, 333], form=form("attend_warp", 9, page), tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "kv_heads,group,dim", [(1, 16, 128), (2, 1, 128), (3, 5, 64), (4, 8, 128), (16, 2, 64)]
+)
+def test_shapes(lab, check, kv_heads, group, dim):
+    x = lab(lens=(500, 90), kv_heads=kv_heads, group=group, dim=dim)
+    x.fill((500, 90))
+    kernels = ["attend_warp"] + (["attend_cta"] if kv_heads % 8 == 0 else [])
+    for kernel in kernels:
+        check(x, [500, 90], form=form(kernel, 20), tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
+def test_several_query_tokens(lab, check, kernel):
+    lens, q_lens = (800, 20, 4, 300), [16, 1, 4, 7]
+    x = lab(lens=lens, group=3, kv_heads=8, dim=128)
+    x.fill(lens)
+    check(x, list(lens), q_lens=q_lens, form=form(kernel, 30), tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_soft_cap_and_dtypes(lab, check, kernel, dtype):
+    x = lab(lens=(600,), kv_heads=8, group=4, dim=64, dtype=dtype)
+    x.fill((600,))
+    check(x, [600], cap=3.0, spread=3.0, form=form(kernel, 11), tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
+@pytest.mark.parametrize("spread,q_spread", [(2000.0, 1e-3), (1e-5, 1e4), (4.0, 4.0)])
+def test_ranges(lab, check, kernel, spread, q_spread):
+    """Steps beyond FP16's safe product, tiny values, peaked soft-max."""
+    x = lab(lens=(900,), kv_heads=8, group=4, dim=128, spread=spread)
+    x.fill((900,))
+    check(x, [900], spread=q_spread, form=form(kernel, 11), tol=4e-3)
+
+
+@gpu
+def test_addresses_beyond_32_bits(lab, check):
+    blocks = 2**32 // (8 * 1152) + 5  # byte offsets pass 2^32, 16-bit offsets 2^31
+    x = lab(
+        lens=(200,), kv_heads=8, group=4, dim=128, first_slot_block=blocks, n_sink=64, n_recent=64
+    )
+    x.fill((200,))
+    for f in (None, form("attend_cta", 9), form("attend_warp", 9)):
+        check(x, [200], form=f, tol=3e-3)
+
+
+@gpu
+def test_one_graph_serves_changing_lengths(lab, rms):
+    from oscar_sglang.kernels.decode import DecodeAttention
+
+    lens = (900, 500, 77, 1)
+    x = lab(lens=lens, kv_heads=8, group=4, dim=128)
+    x.fill(lens)
+    scale = 128**-0.5
+    attention = DecodeAttention(
+        heads=32, kv_heads=8, head_dim=128, dtype=x.dtype, windows=x.windows, page_size=16,
+        max_batch=4, scale=scale, device=x.device,
+    )  # fmt: skip
+    assert attention.cuda
+    step = attention.step(4)
+    q = torch.randn(4, 32, 128, device=x.device)
+    out = torch.empty(4, 32, 128, device=x.device, dtype=x.dtype)
+    seq = torch.tensor(lens, device=x.device)
+
+    def forward():
+        step.plan(x.rows, seq, x.seg.windows.recent_start)
+        step(x.view(), q, x.req_to_token, out)
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    for lengths in (lens, (1, 500, 0, 1), (900, 3, 77, 1)):
+        # A request may only be read at the length its ring holds, or shorter than the sink.
+        seq.copy_(torch.tensor(lengths))
+        q.normal_()
+        graph.replay()
+        for b, s in enumerate(lengths):
+            if s:
+                assert rms(out[b], x.attention(b, q[b : b + 1], s, scale)[0][0]) < 4e-3
+            else:
+                assert (out[b] == 0).all()

@@ -1,0 +1,111 @@
+"""Decode attention over the three segments: picks the CUDA or the Triton kernels, owns buffers.
+
+attention = DecodeAttention(...)              once per server
+step = attention.step(batch)                  once per batch size (CUDA graph)
+step.plan(rows, seq_lens, recent_start)       once per forward, all layers share it
+step(view, q_rot, req_to_token, out)          once per layer, after ``store.store``
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import attend as portable
+from . import cuda_attend
+from .merge import merge as portable_merge
+from .plan import plan_attend
+from .views import LayerView
+
+
+class DecodeAttention:
+    """Shapes and static buffers of one rank.
+
+    heads, kv_heads  of this rank                  dtype      model dtype (of windows and output)
+    max_batch        requests of a step            page_size  of SGLang's allocator
+    max_q            query tokens of a request     triton_only  do not use the CUDA kernels
+    """
+
+    def __init__(
+        self, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, windows,
+        page_size: int, max_batch: int, scale: float, device, max_q: int = 1,
+        logit_cap: float = 0.0, triton_only: bool = False,
+    ) -> None:  # fmt: skip
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.windows, self.page_size, self.device = windows, page_size, torch.device(device)
+        self.scale, self.logit_cap = scale, logit_cap
+        self.cuda = not triton_only and cuda_attend.supported(self.device, head_dim, dtype)
+        self._steps: dict[tuple[int, int], DecodeStep] = {}
+        sizes = (self._shape(batch, max_q) for batch in range(1, max_batch + 1))
+        numel = max(portable.Partials.numel(*shape) for _, shape in sizes)
+        self._pool = torch.empty(numel, dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pool.numel() * 4
+
+    def _shape(self, batch: int, max_q: int):
+        columns = max_q * (self.heads // self.kv_heads)
+        if self.cuda:
+            form = cuda_attend.choose_form(
+                batch, self.kv_heads, columns, self.page_size, self.device
+            )
+            splits = form.splits
+        else:
+            form = None
+            sms = (
+                torch.cuda.get_device_properties(self.device).multi_processor_count
+                if self.device.type == "cuda"
+                else 1
+            )
+            splits = portable.choose_splits(self.kv_heads, columns, sms)
+        return form, (batch, splits, self.kv_heads, columns, self.head_dim)
+
+    def step(self, batch: int, max_q: int = 1) -> DecodeStep:
+        """The kernels and buffers for ``batch`` requests of up to ``max_q`` query tokens."""
+        key = (batch, max_q)
+        if key not in self._steps:
+            form, shape = self._shape(batch, max_q)
+            if portable.Partials.numel(*shape) > self._pool.numel():
+                raise ValueError(f"{batch} requests x {max_q} queries exceed the reserved buffers")
+            part = portable.Partials(*shape, self.device, self._pool)
+            self._steps[key] = DecodeStep(self, form, part, max_q)
+        return self._steps[key]
+
+
+class DecodeStep:
+    """One batch size; every argument is a device tensor and nothing synchronises."""
+
+    def __init__(self, owner: DecodeAttention, form, part: portable.Partials, max_q: int) -> None:
+        self._owner, self._form, self._part, self._max_q = owner, form, part, max_q
+
+    def plan(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        recent_start: torch.Tensor,
+        q_indptr: torch.Tensor | None = None,
+    ) -> None:
+        """Split this step's work (``plan.plan_attend``); before the first layer."""
+        windows, part = self._owner.windows, self._part
+        plan_attend(part.plan, rows, seq_lens, recent_start, windows, part.splits, q_indptr)
+
+    def __call__(
+        self,
+        view: LayerView,
+        q_rot: torch.Tensor,
+        req_to_token: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of q_rot [T, H, D] float32 over everything stored, fresh tokens included.
+
+        out [T, H, D] model dtype and basis; lse [T, H] float32 natural log, optional.
+        """
+        own, part = self._owner, self._part
+        if own.cuda:
+            cuda_attend.attend(
+                self._form, part, view, q_rot, req_to_token, own.scale, own.logit_cap
+            )
+            return cuda_attend.merge(part, view, out, self._max_q, lse)
+        portable.attend(part, view, q_rot, req_to_token, own.scale, own.logit_cap)
+        return portable_merge(part, view, out, self._max_q, lse)
