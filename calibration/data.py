@@ -45,9 +45,7 @@ def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tok
     one. Raises CalibrationError if the source cannot be read or does not suit the vocabulary.
     """
     config = read_config(model_dir)
-    vocab = text_config(config).get("vocab_size")
-    if not isinstance(vocab, int) or vocab < 1:
-        raise CalibrationError(f"{model_dir}: config.json has no vocab_size")
+    vocab = vocabulary(model_dir)
     if source == RANDOM:
         return Tokens(
             _random(vocab, _bos(config), tokens, seed), f"uniform random ids, seed {seed}"
@@ -56,7 +54,7 @@ def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tok
     if path.endswith(".npz"):
         rows = _from_npz(path, key)
     else:
-        rows = [_from_text(Path(source), model_dir, tokens)]
+        rows = [tokenise(Path(source), model_dir, tokens)]
     sequences = _take(rows, tokens)
     for ids in sequences:
         if int(ids.min()) < 0 or int(ids.max()) >= vocab:
@@ -65,6 +63,14 @@ def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tok
                 "are they from this model's tokenizer?"
             )
     return Tokens(sequences, Path(source).name)
+
+
+def vocabulary(model_dir: Path) -> int:
+    """Number of token ids of a model."""
+    vocab = text_config(read_config(model_dir)).get("vocab_size")
+    if not isinstance(vocab, int) or vocab < 1:
+        raise CalibrationError(f"{model_dir}: config.json has no vocab_size")
+    return vocab
 
 
 def _random(vocab: int, bos: int | None, tokens: int, seed: int) -> list[torch.Tensor]:
@@ -96,7 +102,8 @@ def _from_npz(path: str, key: str) -> list[torch.Tensor]:
     return list(torch.from_numpy(np.atleast_2d(array).astype(np.int64)))
 
 
-def _from_text(path: Path, model_dir: Path, tokens: int) -> torch.Tensor:
+def tokenise(path: Path, model_dir: Path, tokens: int) -> torch.Tensor:
+    """Ids [T] of the beginning of a text file, about enough text for ``tokens`` of them."""
     from transformers import AutoTokenizer
 
     try:

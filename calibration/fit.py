@@ -46,10 +46,16 @@ class LayerFit:
     report: dict[str, Any]
 
 
-def fit_layer(moments: Moments, codec: str, damping: float = DAMPING) -> LayerFit:
-    """Fit one layer; with several K bases, each head keeps the one with the smallest error."""
+def fit_layer(
+    moments: Moments, codec: str, damping: float = DAMPING, proxy: bool = False
+) -> LayerFit:
+    """Fit one layer; with several K bases, each head keeps the one with the smallest error.
+
+    ``proxy`` gives OSCAR the V statistic of its published code instead of its paper's.
+    """
     spec = CODECS[codec]
-    r_v = _v_basis(moments, codec).float()
+    r_v = _v_basis(moments, codec, _published_v_statistic(moments) if proxy else moments.oto)
+    r_v = r_v.float()
     candidates = {}
     errors = {}
     for name in K_BASES[codec]:
@@ -123,11 +129,19 @@ def _k_basis(moments: Moments, name: str, permute: bool) -> torch.Tensor:
     return r[..., d - 1 - bit_reversal(d)] if permute else r
 
 
-def _v_basis(moments: Moments, codec: str) -> torch.Tensor:
-    """Eigenvectors of E[o^T o] times H; OSCAR takes them ascending, and permuted."""
+def _v_basis(moments: Moments, codec: str, statistic: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of ``statistic`` times H; OSCAR takes them ascending, and permuted."""
     d = moments.k_mean.shape[-1]
-    r = eigenbasis(moments.oto, descending=codec != "oscar") @ hadamard(d)
+    r = eigenbasis(statistic, descending=codec != "oscar") @ hadamard(d)
     return r[..., d - 1 - bit_reversal(d)] if codec == "oscar" else r
+
+
+def _published_v_statistic(moments: Moments) -> torch.Tensor:
+    """E[w v^T v] with w = k M k^T, over held-back rows: what OSCAR's repository computes in place
+    of its paper's (SV)^T (SV). No softmax, so a strongly rejected key weighs as much as a match."""
+    k, v = moments.held_k.double(), moments.held_v.double()
+    w = torch.einsum("nhd,hde,nhe->nh", k, moments.qtq, k)
+    return torch.einsum("nh,nhd,nhe->hde", w / w.mean(0).clamp_min(1e-30), v, v) / len(k)
 
 
 def _mix(candidates: list[LayerParams], chosen: list[int]) -> LayerParams:

@@ -1,5 +1,5 @@
-// Split-KV decode attention over sink | 2-bit history | recent. After common.cu; also needs SOFT_CAP
-// and, for attend_warp, WARPS, STAGES, MIN_CTAS, PAGED (1: a page holds whole 16-slot blocks).
+// Split-KV decode attention over sink | 2-bit history | recent. After common.cu; also needs SOFT_CAP,
+// WIN_COST (plan.WINDOW_COST) and, for attend_warp, WARPS, STAGES, MIN_CTAS, PAGED (1: a page holds whole 16-slot blocks).
 //
 // What makes it fast (README.md has the derivations):
 //  - a register of packed codes AND a mask is an MMA operand: two FP16 denormals c * 2^(2p-24);
@@ -19,7 +19,7 @@ struct Args {
   const u16* ring_v;
   const int* table;      // [R, table_stride]
   i64 table_stride;
-  int n_sink, n_recent, columns;
+  int batch, n_sink, n_recent, columns;
   float scale_log2, cap_log2;
 };
 
@@ -28,10 +28,7 @@ struct Segment {                 // what one split does for one request
   int b, row, seq_len, hist_end, q_start, q_len;
   int sink_chunks, chunk0, chunk1, tile0, tile1, stop;
 };
-DEV int div_up(int a, int b) { return (a + b - 1) / b; }
-DEV Segment segment(const Args& a, int b, int line, int line_end) {
-  const int4 x = *reinterpret_cast<const int4*>(a.plan + HEADER + b * FIELDS);
-  const int4 y = *reinterpret_cast<const int4*>(a.plan + HEADER + b * FIELDS + 4);
+DEV Segment segment(const Args& a, int b, int4 x, int4 y, int line, int line_end) {
   Segment s = {b, x.x, x.y, x.z, x.w, y.x};
   const int origin = y.y;
   s.stop = min(line_end, y.z);
@@ -45,14 +42,28 @@ DEV Segment segment(const Args& a, int b, int line, int line_end) {
   s.tile1 = max(s.stop - tiles_from, s.tile0);
   return s;
 }
-struct Line { int b, at, end; };
-DEV Line line_of(const Args& a, int split) {
-  const int n = a.plan[1];
-  if (split >= n) return {0, 0, 0};
-  const i64 total = a.plan[0];
-  return {a.plan[HEADER + a.plan[2] * FIELDS + split], (int)(split * total / n),
-          (int)((split + 1) * total / n)};
-}
+// The segments of a split, in order: for (Work work(a, split); work.more();) { const Segment s = work.take(); ... }
+struct Work {
+  const Args& a;
+  const int* fields;             // of the next segment's request
+  int b, at, end;
+  DEV Work(const Args& args, int split) : a(args) {
+    const int* mine = a.plan + HEADER + a.batch * FIELDS + split * SPLIT;
+    const int4 line = *reinterpret_cast<const int4*>(mine);
+    fields = mine + 4;
+    b = line.x;
+    at = line.y;
+    end = line.z;
+  }
+  DEV bool more() const { return at < end; }
+  DEV Segment take() {
+    const int4* f = reinterpret_cast<const int4*>(fields);
+    const Segment s = segment(a, b++, f[0], f[1], at, end);
+    at = s.stop;
+    fields = a.plan + HEADER + b * FIELDS;
+    return s;
+  }
+};
 
 // ---------------------------------------------------------------- one warp: one KV head, 8 columns
 // Lane (g, t) = (lane / 4, lane % 4). As MMA accumulator it holds tokens or channels g, g + 8 of
@@ -66,11 +77,10 @@ DEV float capped(float x, float cap_log2) {
 
 struct Warp {
   u32 qb[NJ][2];                        // query as B operand of the history
-  float unit0, unit1, sum0, sum1;       // of columns 2t, 2t + 1: scale of the products, sum of q
+  float unit, sum0, sum1;                   // unit of the products; sums of q of 2t, 2t + 1
   float acc[NJ][4], m0, m1, l0, l1, z0, z1;
   bool unset0, unset1;                  // no visible token yet
-  float inv_norm;                       // of column g: undoes norm
-  float norm;
+  float norm, inv_norm;                 // what q is multiplied by (0: no such column), its inverse
   const float* qr;                      // query row of column g
   int q_pos0, q_pos1;
   bool valid;
@@ -94,9 +104,9 @@ struct Warp {
       const float4 v = *reinterpret_cast<const float4*>(qr + 16 * r + 4 * t);
       top = fmaxf(top, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
     }
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * a.scale_log2;
-    // A power of two that brings |q| below 2^7, so that no operand leaves FP16's range.
+    UNROLL for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    top *= a.scale_log2;
+    // A power of two that brings all |q| below 2^7, so that no operand leaves FP16's range.
     const int e = max(-100, min(100, (int)((__float_as_uint(top) >> 23) & 255) - 127));
     norm = __uint_as_float((u32)(127 + 6 - e) << 23) * a.scale_log2;
     inv_norm = __uint_as_float((u32)(127 - 6 + e) << 23);
@@ -109,11 +119,14 @@ struct Warp {
     const bool ok0 = pos + g < end, ok1 = pos + g + 8 < end;
     const uint4 none = {0, 0, 0, 0};
     float s[1][4] = {{0.f, 0.f, 0.f, 0.f}};
-    uint4 k[D / 32][2];
-    u32 v[NJ][4];
+    uint4 k[D / 32][2], v[D / 32][2];
     UNROLL for (int r = 0; r < D / 32; r++) {       // channels 32r + 8t .. + 7
       k[r][0] = ok0 ? *reinterpret_cast<const uint4*>(kbase + at0 + 32 * r + 8 * t) : none;
       k[r][1] = ok1 ? *reinterpret_cast<const uint4*>(kbase + at1 + 32 * r + 8 * t) : none;
+    }
+    UNROLL for (int r = 0; r < D / 32; r++) {
+      v[r][0] = ok0 ? *reinterpret_cast<const uint4*>(vbase + at0 + 32 * r + 8 * t) : none;
+      v[r][1] = ok1 ? *reinterpret_cast<const uint4*>(vbase + at1 + 32 * r + 8 * t) : none;
     }
     UNROLL for (int r = 0; r < D / 32; r++) {
       const float4 x = *reinterpret_cast<const float4*>(qr + 32 * r + 8 * t);
@@ -128,18 +141,11 @@ struct Warp {
       mma_window(s[0], k[r][0].z, k[r][1].z, k[r][0].w, k[r][1].w, hi[2], hi[3]);
       mma_window(s[0], k[r][0].z, k[r][1].z, k[r][0].w, k[r][1].w, lo[2], lo[3]);
     }
-    UNROLL for (int j = 0; j < NJ; j++)
-      UNROLL for (int e = 0; e < 2; e++) {          // channels 16j + 8e + 2t, + 1
-        const int c = 16 * j + 8 * e + 2 * t;
-        v[j][e] = ok0 ? *reinterpret_cast<const u32*>(vbase + at0 + c) : 0u;
-        v[j][e + 2] = ok1 ? *reinterpret_cast<const u32*>(vbase + at1 + c) : 0u;
-      }
-    const float i0 = __shfl_sync(~0u, inv_norm, t * 8), i1 = __shfl_sync(~0u, inv_norm, t * 8 + 4);
     float x[1][4];
     auto logits = [&]() {
       UNROLL for (int e = 0; e < 2; e++) {
         const int p = pos + g + 8 * e;
-        float y0 = s[0][2 * e] * i0, y1 = s[0][2 * e + 1] * i1;
+        float y0 = s[0][2 * e] * inv_norm, y1 = s[0][2 * e + 1] * inv_norm;
         if (SOFT_CAP) y0 = capped(y0, a.cap_log2), y1 = capped(y1, a.cap_log2);
         x[0][2 * e] = p < end && p <= q_pos0 ? y0 + (BIAS - m0) : HIDDEN;
         x[0][2 * e + 1] = p < end && p <= q_pos1 ? y1 + (BIAS - m1) : HIDDEN;
@@ -157,11 +163,20 @@ struct Warp {
       hi[e] = transpose8x8(hi[e]);
       lo[e] = transpose8x8(lo[e]);
     }
-    UNROLL for (int j = 0; j < NJ; j++) {
-      UNROLL for (int e = 0; e < 4; e++) v[j][e] = transpose8x8(v[j][e]);
-      mma_window(acc[j], v[j][0], v[j][1], v[j][2], v[j][3], hi[0], hi[1]);
-      mma_window(acc[j], v[j][0], v[j][1], v[j][2], v[j][3], lo[0], lo[1]);
+    UNROLL for (int r = 0; r < D / 32; r++) {
+      pv_window(acc[2 * r], v[r][0].x, v[r][0].y, v[r][1].x, v[r][1].y, hi, lo);
+      pv_window(acc[2 * r + 1], v[r][0].z, v[r][0].w, v[r][1].z, v[r][1].w, hi, lo);
     }
+  }
+  // Rows of V come 16 bytes a lane, so acc[j] of the windows is in the channels of win_channel.
+  DEV static void pv_window(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1, const u32 (&hi)[2],
+                            const u32 (&lo)[2]) {
+    a0 = transpose8x8(a0), a1 = transpose8x8(a1), b0 = transpose8x8(b0), b1 = transpose8x8(b1);
+    mma_window(c, a0, a1, b0, b1, hi[0], hi[1]);
+    mma_window(c, a0, a1, b0, b1, lo[0], lo[1]);
+  }
+  DEV int win_channel(int j, int e) const {
+    return 32 * (j >> 1) + 8 * (g >> 1) + 4 * (j & 1) + 2 * e + (g & 1);
   }
   DEV void window(const Args& a, const Segment& s, int head, int chunk) {
     const bool sink = chunk < s.sink_chunks;
@@ -191,15 +206,9 @@ struct Warp {
     sq += __shfl_xor_sync(~0u, sq, 1);
     sq += __shfl_xor_sync(~0u, sq, 2);
     sq *= inv_norm;
-    const float unit = inv_norm * 65536.f;          // 2^8 of the query, 2^-24 of the codes
     sum0 = __shfl_sync(~0u, sq, t * 8);
     sum1 = __shfl_sync(~0u, sq, t * 8 + 4);
-    unit0 = __shfl_sync(~0u, unit, t * 8);
-    unit1 = __shfl_sync(~0u, unit, t * 8 + 4);
-    // What the windows left moves to the units of the products with codes.
-    UNROLL for (int j = 0; j < NJ; j++)
-      UNROLL for (int e = 0; e < 4; e++)
-        acc[j][e] *= 1.f / (float)(1 << (24 - 2 * (plane(j, e >> 1) % 5)));
+    unit = inv_norm * 65536.f;                      // 2^8 of the query, 2^-24 of the codes
   }
   DEV void end_history() {
     UNROLL for (int j = 0; j < NJ; j++)
@@ -233,12 +242,11 @@ struct Warp {
           mma(s[u], codes_of(k[0][2 * u], p), codes_of(k[0][2 * u + 1], p),
               codes_of(k[0][2 * u], q), codes_of(k[0][2 * u + 1], q), qb[j][0], qb[j][1]);
       }
-    float ks0[2][2], ks1[2][2], kl[2][2];
+    float ks[2][2], kl[2][2];
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int e = 0; e < 2; e++) {
         const float2 m = unpack_half(md[u][e].x);
-        ks0[u][e] = m.x * unit0;
-        ks1[u][e] = m.x * unit1;
+        ks[u][e] = m.x * unit;
         kl[u][e] = m.y;
       }
     auto logits = [&]() {
@@ -246,12 +254,12 @@ struct Warp {
       UNROLL for (int u = 0; u < 2; u++)
         UNROLL for (int e = 0; e < 2; e++) {
           if (SOFT_CAP) {
-            x[u][2 * e] = capped(fmaf(s[u][2 * e], ks0[u][e], kl[u][e] * sum0), a.cap_log2) + r0;
+            x[u][2 * e] = capped(fmaf(s[u][2 * e], ks[u][e], kl[u][e] * sum0), a.cap_log2) + r0;
             x[u][2 * e + 1] =
-                capped(fmaf(s[u][2 * e + 1], ks1[u][e], kl[u][e] * sum1), a.cap_log2) + r1;
+                capped(fmaf(s[u][2 * e + 1], ks[u][e], kl[u][e] * sum1), a.cap_log2) + r1;
           } else {
-            x[u][2 * e] = fmaf(s[u][2 * e], ks0[u][e], fmaf(kl[u][e], sum0, r0));
-            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks1[u][e], fmaf(kl[u][e], sum1, r1));
+            x[u][2 * e] = fmaf(s[u][2 * e], ks[u][e], fmaf(kl[u][e], sum0, r0));
+            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks[u][e], fmaf(kl[u][e], sum1, r1));
           }
           if (EDGE) {                               // stale metadata may be NaN, codes never are
             const int i = 16 * u + g + 8 * e;
@@ -260,8 +268,8 @@ struct Warp {
         }
     };
     logits();
-    const u32 steps = max(max(md[0][0].y & 0xFFFF, md[0][1].y & 0xFFFF),
-                          max(md[1][0].y & 0xFFFF, md[1][1].y & 0xFFFF));
+    const u32 steps = 0xFFFF & max_u16x2(max_u16x2(md[0][0].y, md[0][1].y),
+                                         max_u16x2(md[1][0].y, md[1][1].y));
     if (outgrown(x, steps > BIG_STEP || (FIRST && (unset0 || unset1)))) {
       float excess[2][2];
       UNROLL for (int u = 0; u < 2; u++)
@@ -346,16 +354,35 @@ struct Warp {
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 4; e++) acc[j][e] += (e & 1) ? z1 : z0;
   }
+  // Add what this warp saved before (its windows).
+  DEV void absorb(const float* o, const float2* ml) {
+    const float2 a0 = ml[2 * t], a1 = ml[2 * t + 1];
+    const float top0 = fmaxf(m0, a0.x), top1 = fmaxf(m1, a1.x);
+    const float f0 = ex2(m0 - top0), f1 = ex2(m1 - top1);
+    const float g0 = ex2(a0.x - top0), g1 = ex2(a1.x - top1);
+    m0 = top0;
+    m1 = top1;
+    l0 = fmaf(l0, f0, a0.y * g0);
+    l1 = fmaf(l1, f1, a1.y * g1);
+    UNROLL for (int e = 0; e < 4; e++)
+      UNROLL for (int j = 0; j < NJ; j++) {
+        const float before = o[(2 * t + (e & 1)) * D + 16 * j + 8 * (e >> 1) + g];
+        acc[j][e] = fmaf(acc[j][e], (e & 1) ? f1 : f0, before * ((e & 1) ? g1 : g0));
+      }
+  }
   // o [columns][D] and ml [columns] of this warp's first column; n columns exist
-  DEV void save(float* o, float2* ml, int n) {
+  template <bool WINDOWS> DEV void save(float* o, float2* ml, int n) {
     UNROLL for (int e = 0; e < 4; e++) {
       const int c = 2 * t + (e & 1);
-      if (c < n) UNROLL for (int j = 0; j < NJ; j++) o[c * D + 16 * j + 8 * (e >> 1) + g] = acc[j][e];
+      if (c < n)
+        UNROLL for (int j = 0; j < NJ; j++)
+          o[c * D + (WINDOWS ? win_channel(j, e >> 1) : 16 * j + 8 * (e >> 1) + g)] = acc[j][e];
     }
     if (g == 0) {
       if (2 * t < n) ml[2 * t] = make_float2(m0, l0);
       if (2 * t + 1 < n) ml[2 * t + 1] = make_float2(m1, l1);
     }
+    __syncwarp();
   }
 };
 
@@ -369,6 +396,18 @@ DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, int tile
   else w.history_tile<SUB, true, false>(a, base, 0, to);
 }
 template <bool B> struct Flag { static constexpr bool value = B; };
+// Ask for the rows of a chunk: its 16 K and V rows of one head, 128 bytes a request.
+DEV void prefetch_window(const Args& a, const Segment& s, int head, int chunk) {
+  const int lane = threadIdx.x & 31;
+  const bool sink = chunk < s.sink_chunks;
+  const int from = sink ? 0 : max(a.n_sink, s.hist_end), rows = sink ? a.n_sink : a.n_recent;
+  const int end = sink ? min(s.seq_len, a.n_sink) : s.seq_len;
+  const int p = min(from + (sink ? chunk : chunk - s.sink_chunks) * WIN + (lane & 15), end - 1);
+  const i64 at = (((i64)s.row * rows + (sink ? p : p % rows)) * HK + head) * D;
+  const u16* base = lane < 16 ? (sink ? a.sink_k : a.ring_k) : (sink ? a.sink_v : a.ring_v);
+  UNROLL for (int i = 0; i < D / 64; i++)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(base + at + 64 * i));
+}
 DEV i64 partial_at(const Args& a, int split, int b, int head, int col) {
   return ((i64)(split + b) * HK + head) * a.columns + col;
 }
@@ -389,15 +428,12 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
     bar_init_fence();
   }
   __syncthreads();
-  wait_previous_kernel();
   release_next_kernel();
-  const Line line = line_of(a, split);
   int st = 0;
   u32 phase = 0;
-  if (warp == 8) {
-    for (int b = line.b, at = line.at; at < line.end; b++) {
-      const Segment s = segment(a, b, at, line.end);
-      at = s.stop;
+  if (warp == 8) {                // plan, table and visible history are older than the last kernel
+    for (Work work(a, split); work.more();) {
+      const Segment s = work.take();
       const int* row = a.table + s.row * a.table_stride;
       // Lanes 0 and 1 look after the two blocks of a tile.
       auto slot_of = [&](int tile) { return __ldg(row + min(tile_base(a, tile) + (lane & 1) * 16, s.hist_end - 1)); };
@@ -416,13 +452,27 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
     return;
   }
   const int head = head0 + warp;
-  for (int b = line.b, at = line.at; at < line.end; b++) {
-    const Segment s = segment(a, b, at, line.end);
-    at = s.stop;
-    Warp w;
-    w.begin(a, s, head, first_col);
-    for (int chunk = s.chunk0; chunk < s.chunk1; chunk++) w.window(a, s, head, chunk);
-    if (s.tile0 < s.tile1) {
+  float* stash = reinterpret_cast<float*>(smem + CTA_STAGES * STAGE + 64) + warp * COLS * D;
+  float2* stash_ml = reinterpret_cast<float2*>(smem + CTA_STAGES * STAGE + 64 + 8 * COLS * D * 4) + warp * COLS;
+  bool waited = false;
+  for (Work work(a, split); work.more();) {
+    const Segment s = work.take();
+    for (int chunk = s.chunk0; chunk < s.chunk1; chunk++) prefetch_window(a, s, head, chunk);
+    if (!waited) wait_previous_kernel(), waited = true;
+    const int cols = min(COLS, s.q_len * G - first_col);
+    const i64 p = partial_at(a, split, s.b, head, first_col);
+    const bool windows = s.chunk0 < s.chunk1, history = s.tile0 < s.tile1;
+    if (windows || !history) {
+      Warp w;
+      w.begin(a, s, head, first_col);
+      for (int chunk = s.chunk0; chunk < s.chunk1; chunk++) w.window(a, s, head, chunk);
+      w.finish();
+      if (history) w.save<true>(stash, stash_ml, COLS);
+      else w.save<true>(a.o + p * D, a.ml + p, cols);
+    }
+    if (history) {
+      Warp w;
+      w.begin(a, s, head, first_col);
       w.begin_history();
       auto consume = [&](auto first, int tile) {
         bar_wait(full + st * 8, phase);
@@ -434,10 +484,10 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
       consume(Flag<true>(), s.tile0);
       for (int tile = s.tile0 + 1; tile < s.tile1; tile++) consume(Flag<false>(), tile);
       w.end_history();
+      w.finish();
+      if (windows) w.absorb(stash, stash_ml);
+      w.save<false>(a.o + p * D, a.ml + p, cols);
     }
-    w.finish();
-    const i64 p = partial_at(a, split, b, head, first_col);
-    w.save(a.o + p * D, a.ml + p, min(COLS, s.q_len * G - first_col));
   }
 }
 #endif
@@ -462,14 +512,12 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
   }
   __syncwarp();
 #endif
-  wait_previous_kernel();
   release_next_kernel();
-  const Line line = line_of(a, split);
+  bool waited = false;
   int st = 0, issue_st = 0;
   u32 phase = 0;
-  for (int b = line.b, at = line.at; at < line.end; b++) {
-    const Segment s = segment(a, b, at, line.end);
-    at = s.stop;
+  for (Work work(a, split); work.more();) {
+    const Segment s = work.take();
     const int* row = a.table + s.row * a.table_stride;
     const int tile0 = s.tile0 + warp, n = max(0, div_up(s.tile1 - tile0, WARPS));
 #if PAGED
@@ -503,10 +551,21 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
 #endif
     }
     int next = STAGES - 1 < n ? slot_of(STAGES - 1) : 0;
-    Warp w;
-    w.begin(a, s, head, first_col);
-    for (int chunk = s.chunk0 + warp; chunk < s.chunk1; chunk += WARPS) w.window(a, s, head, chunk);
+    const int chunk0 = s.chunk0 + warp;
+    for (int chunk = chunk0; chunk < s.chunk1; chunk += WARPS) prefetch_window(a, s, head, chunk);
+    if (!waited) wait_previous_kernel(), waited = true;   // plan, table, history: older than that
+    float* mine = sm_o + warp * COLS * D;
+    float2* mine_ml = sm_ml + warp * COLS;
+    if (chunk0 < s.chunk1 || n == 0) {
+      Warp w;
+      w.begin(a, s, head, first_col);
+      for (int chunk = chunk0; chunk < s.chunk1; chunk += WARPS) w.window(a, s, head, chunk);
+      w.finish();
+      w.save<true>(mine, mine_ml, COLS);
+    }
     if (n > 0) {
+      Warp w;
+      w.begin(a, s, head, first_col);
       w.begin_history();
       auto consume = [&](auto first, int i) {
 #if PAGED
@@ -529,12 +588,13 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
       consume(Flag<true>(), 0);
       for (int i = 1; i < n; i++) consume(Flag<false>(), i);
       w.end_history();
+      w.finish();
+      if (chunk0 < s.chunk1) w.absorb(mine, mine_ml);
+      w.save<false>(mine, mine_ml, COLS);
     }
-    w.finish();
-    w.save(sm_o + warp * COLS * D, sm_ml + warp * COLS, COLS);
     __syncthreads();
     const int cols = min(COLS, s.q_len * G - first_col);
-    const i64 p = partial_at(a, split, b, head, first_col);
+    const i64 p = partial_at(a, split, s.b, head, first_col);
     for (int i = threadIdx.x; i < cols * (D / 4); i += WARPS * 32) {
       const int c = i / (D / 4), ch = (i % (D / 4)) * 4;
       float top = HIDDEN, l = 0.f;

@@ -27,6 +27,7 @@ from .plan import (
     Q_START,
     ROW,
     SEQ_LEN,
+    SPLIT,
     TILE_TOKENS,
     WINDOW_COST,
     WINDOW_TOKENS,
@@ -111,13 +112,11 @@ def _attend_kernel(
     head = tl.program_id(1)
     col = tl.program_id(2) * C + tl.arange(0, C)
     cols = tl.arange(0, D)
-    total = tl.load(plan).to(tl.int64)
-    n = tl.load(plan + 1)
-    batch = tl.load(plan + 2)
-    if split < n:
-        line = (split * total // n).to(tl.int32)
-        line_end = ((split + 1) * total // n).to(tl.int32)
-        b = tl.load(plan + HEADER + batch * FIELDS + split)
+    mine = plan + HEADER + tl.load(plan + 2) * FIELDS + split * SPLIT
+    b = tl.load(mine)
+    line = tl.load(mine + 1)
+    line_end = tl.load(mine + 2)
+    if line < line_end:
         while line < line_end:
             request = plan + HEADER + b * FIELDS
             row = tl.load(request + ROW).to(tl.int64)

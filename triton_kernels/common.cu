@@ -20,8 +20,7 @@ constexpr int HB = META + 128;          // bytes of one head of one block
 constexpr int TILE = 32;                // tokens of a history tile: two blocks
 constexpr int COLS = 8;                 // columns of a warp
 constexpr int WIN = 16;                 // tokens of a window chunk
-constexpr int WIN_COST = 4;             // plan.WINDOW_COST
-constexpr int HEADER = 8, FIELDS = 8;   // plan.HEADER, plan.FIELDS
+constexpr int HEADER = 8, FIELDS = 8, SPLIT = 16;   // as in plan.py
 constexpr float BIAS = 4.f;             // p = 2^(logit - m + BIAS) keeps small p normal in FP16
 constexpr float THRESHOLD = 8.f;
 constexpr float HIDDEN = -1e30f;
@@ -29,6 +28,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr u32 BIG_STEP = 0x5800;        // 128.0 in FP16: above it p * step could overflow
 
 // ---------------------------------------------------------------- instructions
+DEV int div_up(int a, int b) { return (a + b - 1) / b; }
 DEV u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void ldsm(u32 (&r)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -103,6 +103,15 @@ DEV void split_window(float x, float y, u32& hi, u32& lo) {
   hi = pack_window(x, y);
   const float2 r = unpack_window(hi);
   lo = pack_window(x - r.x, y - r.y);
+}
+DEV u32 max_u16x2(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  u32 d;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#else
+  return __vmaxu2(a, b);
+#endif
 }
 DEV void wait_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import nvrtc
+from . import nvrtc, plan
 from .attend import Partials
 from .driver import Kernel, module, overlaps
 from .layout import BLOCK
@@ -34,7 +34,7 @@ class _Args(ctypes.Structure):
             "o", "ml", "plan", "q", "blocks", "sink_k", "sink_v", "ring_k", "ring_v", "table",
         )),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("n_sink", "n_recent", "columns")),
+        *((name, ctypes.c_int) for name in ("batch", "n_sink", "n_recent", "columns")),
         *((name, ctypes.c_float) for name in ("scale_log2", "cap_log2")),
     ]  # fmt: skip
 
@@ -60,7 +60,7 @@ class Form:
     def shared_bytes(self, dim: int) -> int:
         head_block = 8 * dim + 128
         if self.kernel == "attend_cta":
-            return 3 * 2 * 8 * head_block + 2 * 3 * 8
+            return 3 * 2 * 8 * head_block + 64 + 8 * _COLUMNS * (4 * dim + 8)
         pipeline = self.warps * self.stages * (2 * head_block + 8)
         return pipeline + self.warps * _COLUMNS * (4 * dim + 8)
 
@@ -95,7 +95,7 @@ def choose_form(
     return Form("attend_warp", max(1, splits), paged, min_ctas=min_ctas)
 
 
-def _shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
+def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
     return (
         ("HEAD_DIM", view.head_dim),
         ("KV_HEADS", view.kv_heads),
@@ -110,6 +110,7 @@ def _attend_kernel(form: Form, shape: tuple, cap: bool, dim: int, device: int) -
         *shape,
         ("SOFT_CAP", int(cap)),
         ("PAGED", int(form.paged)),
+        ("WIN_COST", plan.WINDOW_COST.value),
         *((("WARPS", form.warps), ("STAGES", form.stages), ("MIN_CTAS", form.min_ctas))
           if form.kernel == "attend_warp" else ()),
     )  # fmt: skip
@@ -139,12 +140,13 @@ def attend(
     """``attend.attend`` for q_rot [T, H, D] float32; ``form.splits`` must be the plan's."""
     assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
     assert req_to_token.dtype == torch.int32 and form.splits == part.splits
-    shape = _shape_defines(view, q_rot.shape[1])
+    shape = shape_defines(view, q_rot.shape[1])
     kernel = _attend_kernel(form, shape, logit_cap > 0, view.head_dim, q_rot.device.index)
     log2e = math.log2(math.e)
     args = _Args(
         *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),
-        req_to_token.stride(0), view.windows.n_sink, view.windows.n_recent, part.columns,
+        req_to_token.stride(0), part.batch, view.windows.n_sink,
+        view.windows.n_recent, part.columns,
         scale * log2e, logit_cap * log2e,
     )  # fmt: skip
     tiles = math.ceil(part.columns / _COLUMNS)
@@ -169,7 +171,7 @@ def merge(
     group, tokens, heads = out.shape[1] // view.kv_heads, part.batch * max_q, view.kv_heads
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count
     rows = 1 if tokens * heads * group <= 2 * sms else min(4, group)
-    kernel = _merge_kernel(_shape_defines(view, out.shape[1]), rows, out.device.index)
+    kernel = _merge_kernel(shape_defines(view, out.shape[1]), rows, out.device.index)
     slices = math.ceil(group / rows)
     args = _MergeArgs(
         out.data_ptr(), None if lse is None else lse.data_ptr(), part.o.data_ptr(),

@@ -33,7 +33,9 @@ DEV Vec<VEC> load_vec(const float* p) {
 DEV u16 to_model(float x) { return (u16)pack_window(x, 0.f); }
 
 extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __grid_constant__ MergeArgs a) {
-  __shared__ float part[MERGE_WARPS][ROWS][D], mean[ROWS][D], part_l[MERGE_WARPS][ROWS], tops[MERGE_WARPS][ROWS];
+  constexpr int AHEAD = ROWS == 1 ? 4 : 1;          // splits whose loads are in flight together
+  __shared__ float part[MERGE_WARPS][ROWS][D], mean[ROWS][D];
+  __shared__ float2 part_ml[MERGE_WARPS][ROWS];
   const int head = blockIdx.y, row0 = blockIdx.z * ROWS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Vec<VEC> back[OUT];                     // row c of R is column c of its inverse
@@ -41,14 +43,12 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
     back[c] = load_vec(a.r_v + ((i64)head * D + warp * OUT + c) * D + lane * VEC);
   wait_previous_kernel();
   release_next_kernel();
-  const i64 total = a.plan[0], n = a.plan[1];
   for (int token = blockIdx.x; token < a.tokens; token += gridDim.x) {
     const int b = token / a.max_q, qi = token % a.max_q;
-    const int* f = a.plan + HEADER + b * FIELDS;
-    if (qi >= f[4]) continue;             // the same for the whole CTA
-    const i64 begin = f[5], end = f[6];
-    int first = 0, last = -1;             // splits of this request (plan.py)
-    if (end > begin) first = (int)(((begin + 1) * n - 1) / total), last = (int)((end * n - 1) / total);
+    const int4* fields = reinterpret_cast<const int4*>(a.plan + HEADER + b * FIELDS);
+    const int4 f0 = fields[0], f1 = fields[1];      // .., q_start; q_len, begin, end, splits
+    if (qi >= f1.x) continue;             // the same for the whole CTA
+    const int first = f1.w & 0xFFFF, last = f1.z > f1.y ? f1.w >> 16 : first - 1;
     const i64 p0 = ((i64)b * HK + head) * a.columns + qi * G + row0, step = (i64)HK * a.columns;
     float top[ROWS], l[ROWS];
     Vec<VEC> acc[ROWS];
@@ -57,38 +57,50 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
       l[r] = 0.f;
       UNROLL for (int k = 0; k < VEC; k++) acc[r].v[k] = 0.f;
     }
-    for (int i = first + threadIdx.x; i <= last; i += MERGE_WARPS * 32)
-      UNROLL for (int r = 0; r < ROWS; r++)
-        if (row0 + r < G) top[r] = fmaxf(top[r], a.ml[p0 + i * step + r].x);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      UNROLL for (int o = 16; o; o >>= 1) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], o));
-      if (lane == 0) tops[warp][r] = top[r];
-    }
-    __syncthreads();
-    UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int w = 0; w < MERGE_WARPS; w++) top[r] = fmaxf(top[r], tops[w][r]);
-    _Pragma("unroll 2") for (int i = first + warp; i <= last; i += MERGE_WARPS)
+    for (int i0 = first + warp; i0 <= last; i0 += MERGE_WARPS * AHEAD) {
+      float2 ml[AHEAD][ROWS];
+      Vec<VEC> v[AHEAD][ROWS];
+      UNROLL for (int u = 0; u < AHEAD; u++)
+        UNROLL for (int r = 0; r < ROWS; r++) {
+          const int i = min(i0 + u * MERGE_WARPS, last);
+          const bool ok = i0 + u * MERGE_WARPS <= last && row0 + r < G;
+          const i64 p = p0 + i * step + (row0 + r < G ? r : 0);
+          ml[u][r] = a.ml[p];
+          v[u][r] = load_vec(a.o + p * D + lane * VEC);
+          if (!ok) ml[u][r] = make_float2(HIDDEN, 0.f);
+        }
       UNROLL for (int r = 0; r < ROWS; r++) {
-        if (row0 + r >= G) continue;
-        const float2 ml = a.ml[p0 + i * step + r];
-        const Vec<VEC> v = load_vec(a.o + (p0 + i * step + r) * D + lane * VEC);
-        const float w = ml.y > 0.f ? ex2(ml.x - top[r]) : 0.f;
-        l[r] = fmaf(ml.y, w, l[r]);
-        UNROLL for (int k = 0; k < VEC; k++) acc[r].v[k] = fmaf(v.v[k], w, acc[r].v[k]);
+        float now = top[r];
+        UNROLL for (int u = 0; u < AHEAD; u++) now = fmaxf(now, ml[u][r].x);
+        const float fade = ex2(top[r] - now);
+        top[r] = now;
+        l[r] *= fade;
+        UNROLL for (int k = 0; k < VEC; k++) acc[r].v[k] *= fade;
+        UNROLL for (int u = 0; u < AHEAD; u++) {
+          const float w = ml[u][r].y > 0.f ? ex2(ml[u][r].x - now) : 0.f;
+          l[r] = fmaf(ml[u][r].y, w, l[r]);
+          UNROLL for (int k = 0; k < VEC; k++) acc[r].v[k] = fmaf(v[u][r].v[k], w, acc[r].v[k]);
+        }
       }
+    }
     UNROLL for (int r = 0; r < ROWS; r++) {
       UNROLL for (int k = 0; k < VEC; k++) part[warp][r][lane * VEC + k] = acc[r].v[k];
-      if (lane == 0) part_l[warp][r] = l[r];
+      if (lane == 0) part_ml[warp][r] = make_float2(top[r], l[r]);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < ROWS * D; i += MERGE_WARPS * 32) {
       const int r = i / D, c = i % D;
-      float s = 0.f, t = 0.f;
-      UNROLL for (int w = 0; w < MERGE_WARPS; w++) s += part[w][r][c], t += part_l[w][r];
+      float s = 0.f, t = 0.f, high = HIDDEN;
+      UNROLL for (int w = 0; w < MERGE_WARPS; w++) high = fmaxf(high, part_ml[w][r].x);
+      UNROLL for (int w = 0; w < MERGE_WARPS; w++) {
+        const float weight = ex2(part_ml[w][r].x - high);
+        s = fmaf(part[w][r][c], weight, s);
+        t = fmaf(part_ml[w][r].y, weight, t);
+      }
       mean[r][c] = t > 0.f ? s / t : 0.f;
       if (c == 0 && a.lse != nullptr && row0 + r < G)
-        a.lse[(i64)(f[3] + qi) * (HK * G) + head * G + row0 + r] =
-            t > 0.f ? (top[r] + lg2(t)) * (1.f / LOG2E) : -__int_as_float(0x7f800000);
+        a.lse[(i64)(f0.w + qi) * (HK * G) + head * G + row0 + r] =
+            t > 0.f ? (high + lg2(t)) * (1.f / LOG2E) : -__int_as_float(0x7f800000);
     }
     __syncthreads();
     UNROLL for (int r = 0; r < ROWS; r++) {
@@ -118,7 +130,7 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
       }
       constexpr int SPARE = 32 / OUT;      // lanes that hold the same sum
       if (lane % SPARE == 0) {
-        const i64 at = ((i64)(f[3] + qi) * (HK * G) + head * G + row0 + r) * D + warp * OUT + keep;
+        const i64 at = ((i64)(f0.w + qi) * (HK * G) + head * G + row0 + r) * D + warp * OUT + keep;
         reinterpret_cast<u16*>(a.out)[at] = to_model(dot[0]);
       }
     }

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .attend import Partials
-from .plan import COST_BEGIN, COST_END, FIELDS, HEADER, Q_LEN, Q_START
+from .plan import COST_BEGIN, COST_END, FIELDS, HEADER, Q_LEN, Q_START, SPLITS
 from .views import LayerView
 
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -17,16 +17,16 @@ _LN2 = tl.constexpr(0.6931471805599453)
 def _merge_kernel(
     out, lse, o, ml, plan, r_v, columns, max_q,
     HAS_LSE: tl.constexpr, GP: tl.constexpr, Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // max_q
     q_index = tl.program_id(0) % max_q
     head = tl.program_id(1)
-    total = tl.load(plan).to(tl.int64)
-    n = tl.load(plan + 1).to(tl.int64)
     request = plan + HEADER + b * FIELDS
     if q_index < tl.load(request + Q_LEN):
-        begin = tl.load(request + COST_BEGIN).to(tl.int64)
-        end = tl.load(request + COST_END).to(tl.int64)
+        begin = tl.load(request + COST_BEGIN)
+        end = tl.load(request + COST_END)
+        splits = tl.load(request + SPLITS)
         g = tl.arange(0, GP)
         ok = g < G
         cols = tl.arange(0, D)
@@ -34,11 +34,8 @@ def _merge_kernel(
         den = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
         if end > begin:  # a context of length 0 has no splits
-            # Largest i with i * total // n <= line, for the first and the last unit.
-            first = ((begin + 1) * n - 1) // total
-            last = (end * n - 1) // total
-            for i in range(first, last + 1):
-                part = ((i + b) * Hk + head) * columns + q_index * G + g
+            for i in range(splits & 0xFFFF, (splits >> 16) + 1):
+                part = ((i + b).to(tl.int64) * Hk + head) * columns + q_index * G + g
                 m_i = tl.load(ml + part * 2, ok, -1.0e30)
                 l_i = tl.load(ml + part * 2 + 1, ok, 0.0)
                 used = l_i > 0
@@ -50,11 +47,13 @@ def _merge_kernel(
                 acc = acc * fade[:, None] + o_i * weight[:, None]
                 m = m_new
         acc = acc * tl.where(den > 0, 1.0 / den, 0.0)[:, None]
-        back = tl.load(r_v + head * D * D + cols[None, :] * D + cols[:, None])  # R^T
-        result = tl.dot(acc, back, input_precision="tf32x3")
         q_row = (tl.load(request + Q_START) + q_index).to(tl.int64) * (Hk * G) + head * G + g
-        at = q_row[:, None] * D + cols[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), ok[:, None])
+        for first_col in tl.static_range(0, D, BC):  # a whole [D, D] may not fit in shared memory
+            some = first_col + tl.arange(0, BC)
+            back = tl.load(r_v + head * D * D + some[None, :] * D + cols[:, None])  # R^T
+            result = tl.dot(acc, back, input_precision="tf32x3")
+            at = q_row[:, None] * D + some[None, :]
+            tl.store(out + at, result.to(out.dtype.element_ty), ok[:, None])
         if HAS_LSE:
             seen = tl.where(den > 0, (m + tl.log2(den)) * _LN2, -float("inf"))
             tl.store(lse + q_row, seen, ok)
@@ -78,6 +77,6 @@ def merge(
     _merge_kernel[(part.batch * max_q, kv_heads)](
         out, part.ml if lse is None else lse, part.o, part.ml, part.plan, view.params.r_v,
         part.columns, max_q, lse is not None,
-        max(16, triton.next_power_of_2(group)), kv_heads, group, dim, num_warps=4,
+        max(16, triton.next_power_of_2(group)), kv_heads, group, dim, min(64, dim), num_warps=4,
     )  # fmt: skip
     return out

@@ -1,14 +1,15 @@
 """Once per step, shared by all layers: how attention work is split, and who fills the sink cache.
 
 Work of a step is one line of *cost units*, request after request; of a request its exact window
-chunks come first (16 tokens, ``WINDOW_COST`` units each, as they hold 7 times the bytes of packed
-ones), then its history tiles (32 tokens, 1 unit). Split ``i`` of ``n`` owns
+chunks come first (16 tokens, ``WINDOW_COST`` units each, whose rows are 7 times as many
+bytes as packed ones), then its history tiles (32 tokens, 1 unit). Split ``i`` of ``n`` owns
 ``[i * total // n, (i + 1) * total // n)`` of the line, so splits are equal in work whatever the
 lengths are, and a fixed grid serves every step of a CUDA graph. Split ``i`` of request ``b``
 leaves its partial result at row ``i + b``, unique because one of the two grows along the line.
 
-plan int32: ``HEADER`` fields (total, n, requests), ``FIELDS`` per request, then for each split the
-request its line starts in.
+plan int32: ``HEADER`` fields (total, n, requests), ``FIELDS`` per request, ``SPLIT`` per split: the
+request its line starts in, the line's begin and end, and from the 5th on that request's fields, so
+that a split finds its work with one load.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import triton.language as tl
 from .layout import WindowLayout
 
 WINDOW_TOKENS = tl.constexpr(16)
-WINDOW_COST = tl.constexpr(4)
+WINDOW_COST = tl.constexpr(8)
 TILE_TOKENS = tl.constexpr(32)
+MIN_UNITS = WINDOW_COST.value  # of a split, so that none is empty
 HEADER = tl.constexpr(8)
 FIELDS = tl.constexpr(8)
-# Fields of a request.
-ROW, SEQ_LEN, HIST_END, Q_START, Q_LEN, COST_BEGIN, COST_END = map(tl.constexpr, range(7))
+SPLIT = tl.constexpr(16)
+# Fields of a request; SPLITS holds its first and last split, 16 bits each.
+ROW, SEQ_LEN, HIST_END, Q_START, Q_LEN, COST_BEGIN, COST_END, SPLITS = map(tl.constexpr, range(8))
 
 
 def plan_size(batch: int, splits: int) -> int:
     """int32 elements of a plan."""
-    return HEADER.value + FIELDS.value * batch + splits
+    return HEADER.value + FIELDS.value * batch + SPLIT.value * splits
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def request_chunks(seq_len, hist_end, n_sink):
 
 @triton.jit
 def _plan_kernel(
-    plan, rows, seq_lens, recent_start, q_indptr, B, splits, n_sink, n_recent,
+    plan, rows, seq_lens, recent_start, q_indptr, B, splits, min_units, n_sink, n_recent,
     RAGGED: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
@@ -66,7 +69,7 @@ def _plan_kernel(
     cost = tl.where(ok & (q_len > 0), (sink + recent) * WINDOW_COST + tiles, 0)
     end = tl.cumsum(cost, 0)
     total = tl.sum(cost, 0)
-    n = tl.minimum(splits, (total + WINDOW_COST - 1) // WINDOW_COST)
+    n = tl.minimum(splits, (total + min_units - 1) // min_units)
     tl.store(plan, total)
     tl.store(plan + 1, n)
     tl.store(plan + 2, B)
@@ -78,11 +81,25 @@ def _plan_kernel(
     tl.store(at + Q_LEN, q_len, ok)
     tl.store(at + COST_BEGIN, end - cost, ok)
     tl.store(at + COST_END, end, ok)
+    # Largest i with i * total // n <= line, for a request's first and last unit.
+    per_unit = tl.maximum(total, 1).to(tl.int64)
+    first = ((end - cost + 1).to(tl.int64) * n - 1) // per_unit
+    last = (end.to(tl.int64) * n - 1) // per_unit
+    tl.store(at + SPLITS, tl.where(cost > 0, first | (last << 16), 0).to(tl.int32), ok)
+    tl.debug_barrier()  # splits below read the fields of requests
     for i0 in range(0, splits, BS):
         i = i0 + tl.arange(0, BS)
-        line = i.to(tl.int64) * total // tl.maximum(n, 1)
-        first = tl.sum((ok[None, :] & (end[None, :] <= line[:, None])).to(tl.int32), 1)
-        tl.store(plan + HEADER + B * FIELDS + i, first, i < splits)
+        used = i < n
+        line = tl.where(used, i.to(tl.int64) * total // tl.maximum(n, 1), 0).to(tl.int32)
+        line_end = tl.where(used, (i + 1).to(tl.int64) * total // tl.maximum(n, 1), 0).to(tl.int32)
+        owner = tl.sum((ok[None, :] & (end[None, :] <= line[:, None])).to(tl.int32), 1)
+        to = plan + HEADER + B * FIELDS + i * SPLIT
+        tl.store(to, owner, i < splits)
+        tl.store(to + 1, line, i < splits)
+        tl.store(to + 2, line_end, i < splits)
+        source = plan + HEADER + tl.minimum(owner, B - 1) * FIELDS
+        for field in tl.static_range(FIELDS):
+            tl.store(to + 4 + field, tl.load(source + field, i < splits), i < splits)
 
 
 def plan_attend(
@@ -93,18 +110,24 @@ def plan_attend(
     windows: WindowLayout,
     splits: int,
     q_indptr: torch.Tensor | None = None,
+    min_units: int = MIN_UNITS,
 ) -> torch.Tensor:
     """Fill ``plan`` [plan_size(B, splits)] int32 for one step; no host synchronisation.
 
     rows, seq_lens  [B]    request rows, context lengths with the fresh tokens (0: inert)
     recent_start    [R]    ``WindowStore.recent_start``
     q_indptr        [B+1]  first query row of each request; None: one query each
+    min_units              least work of a split (short contexts use fewer splits)
+
+    The CUDA attend reads the plan before the kernel launched just before it has finished: at
+    least one other kernel (``store``) must lie between the two.
     """
     batch = len(rows)
+    padded = triton.next_power_of_2(batch)
     _plan_kernel[(1,)](
         plan, rows, seq_lens, recent_start, rows if q_indptr is None else q_indptr,
-        batch, splits, windows.n_sink, windows.n_recent, q_indptr is not None,
-        triton.next_power_of_2(batch), 16, num_warps=4,
+        batch, splits, min_units, windows.n_sink, windows.n_recent, q_indptr is not None,
+        padded, max(16, min(256, 8192 // padded)), num_warps=8,
     )  # fmt: skip
     return plan
 

@@ -1,5 +1,6 @@
 """store: rotate fresh q, k, v; write windows, sink cache and 2-bit history. One launch a layer.
 
+The CUDA form (``cuda_store``) takes over where it can; this is the portable one.
 Each program rotates TB tokens of one head with one [D, D] matrix. Program ``part`` 0 owns K, 1
 owns V, 2.. the query heads of the KV head. The tile height is the same for a decode step of one
 token and a prefill of thousands, so a row's codes do not depend on the batch it came in.
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import cuda_store
 from .codec import RangeRule
 from .tile import (
     half_offsets,
@@ -27,12 +29,18 @@ _TOKENS = 16  # of a program: the least a tensor-core tile takes
 
 
 @triton.jit
-def _rotate(x, r, stride_x, t, ok, head, D: tl.constexpr):
+def _rotate(x, r, stride_x, t, ok, head, TB: tl.constexpr, D: tl.constexpr):
     """x[t] @ r[head], float32 [TB, D]; tf32x3 keeps float32 accuracy on tensor cores."""
+    BK: tl.constexpr = 64 if D > 64 else D  # a whole [256, 256] does not fit in shared memory
     cols = tl.arange(0, D)
-    tile = tl.load(x + t.to(tl.int64)[:, None] * stride_x + cols[None, :], ok[:, None], 0.0)
-    matrix = tl.load(r + head * D * D + cols[:, None] * D + cols[None, :])
-    return tl.dot(tile.to(tl.float32), matrix, input_precision="tf32x3")
+    y = tl.zeros([TB, D], tl.float32)
+    for k in tl.static_range(0, D, BK):
+        some = k + tl.arange(0, BK)
+        at = t.to(tl.int64)[:, None] * stride_x + some[None, :]
+        tile = tl.load(x + at, ok[:, None], 0.0).to(tl.float32)
+        matrix = tl.load(r + head * D * D + some[:, None] * D + cols[None, :])
+        y = tl.dot(tile, matrix, y, input_precision="tf32x3")
+    return y
 
 
 @triton.jit
@@ -95,7 +103,7 @@ def _store_kernel(
     slot = tl.load(slots + t, t < T, -1).to(tl.int64)
     if part >= 2:
         q_head = head * G + part - 2
-        y = _rotate(q + q_head * D, r_k, stride_q, t, t < T, head, D)
+        y = _rotate(q + q_head * D, r_k, stride_q, t, t < T, head, TB, D)
         _write_row(q_rot, t, t < T, q_head, y, Hk * G, D)
     else:
         ok = slot >= 0
@@ -108,7 +116,7 @@ def _store_kernel(
         sink_at = row * n_sink + pos
         ring_at = row * n_recent + pos % n_recent
         if part == 0:
-            y = _rotate(k + head * D, r_k, stride_k, t, ok, head, D)
+            y = _rotate(k + head * D, r_k, stride_k, t, ok, head, TB, D)
             _write_row(sink_k, sink_at, in_sink, head, y, Hk, D)
             _write_row(ring_k, ring_at, in_ring, head, y, Hk, D)
             _write_row(cache_k, cached, ok & (cached >= 0), head, y, Hk, D)
@@ -119,7 +127,7 @@ def _store_kernel(
                 codes = _plain(y, step, lo)
             _write_history(blocks, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
         else:
-            y = _rotate(v + head * D, r_v, stride_v, t, ok, head, D)
+            y = _rotate(v + head * D, r_v, stride_v, t, ok, head, TB, D)
             _write_row(sink_v, sink_at, in_sink, head, y, Hk, D)
             _write_row(ring_v, ring_at, in_ring, head, y, Hk, D)
             _write_row(cache_v, cached, ok & (cached >= 0), head, y, Hk, D)
@@ -145,6 +153,7 @@ def store(
     k: torch.Tensor,
     v: torch.Tensor,
     q_rot: torch.Tensor,
+    triton_only: bool = False,
 ) -> torch.Tensor:
     """Write one layer's fresh rows everywhere they belong; returns q_rot.
 
@@ -157,9 +166,12 @@ def store(
         check_rows(name, x, dim)
     if tokens_n == 0:
         return q_rot
+    k_rule, v_rule = _rule_args(view.spec.k_range, dim), _rule_args(view.spec.v_range, dim)
+    if not triton_only and cuda_store.supported(view, tokens, q, k, v, q_rot):
+        cuda_store.store(view, tokens, q, k, v, q_rot, k_rule, v_rule)
+        return q_rot
     params, kv_heads = view.params, view.kv_heads
-    k_ratio, k_rank, k_is_rank = _rule_args(view.spec.k_range, dim)
-    v_ratio, v_rank, v_is_rank = _rule_args(view.spec.v_range, dim)
+    (k_ratio, k_rank, k_is_rank), (v_ratio, v_rank, v_is_rank) = k_rule, v_rule
     feedback = view.spec.k_feedback
     group = heads // kv_heads
     grid = (triton.cdiv(tokens_n, _TOKENS), kv_heads, 2 + group)

@@ -108,7 +108,7 @@ class Lab:
             x[0].fill_(float("nan"))
 
     def random(self, n, heads):
-        x = torch.randn(n, heads, self.dim) * self.spread + 0.5
+        x = (torch.randn(n, heads, self.dim) + 0.5) * self.spread
         return x.to(self.dtype).to(self.device)
 
     def fill(self, upto):
@@ -198,6 +198,7 @@ def run_attention(lab, seq_lens, q_lens=None, splits=5, cap=0.0, spread=1.0, for
     plan_attend(
         part.plan, lab.rows, lens, recent_start, lab.windows, splits, indptr if ragged else None
     )
+    q = q.clone()  # plan and attend are never neighbours in a stream (``plan_attend``)
     scale, view = lab.dim**-0.5, lab.view()
     dtype = lab.dtype if form else torch.float32
     out = torch.full((total, heads, lab.dim), float("nan"), device=lab.device, dtype=dtype)

@@ -57,17 +57,27 @@ def assert_codes(x, y, rows, spec_range, factor, allow=0.02):
     assert (codes == want_codes).all(-1).float().mean() > 1 - allow
 
 
+@pytest.fixture(params=["cuda", "triton"])
+def triton_only(request, device):
+    """Both forms on a GPU (head_dims without a CUDA form take the Triton one either way)."""
+    if request.param == "cuda" and device.type == "cpu":
+        pytest.skip("the CUDA form needs a GPU")
+    return request.param == "triton"
+
+
 SPANS = [(0, 0, 40), (1, 20, 21), (2, 3, 20)]
 
 
 @pytest.mark.parametrize("codec_name", ["feedback", "aligned", "oscar"])
-@pytest.mark.parametrize("dim,page", [(16, 1), (64, 16)])
-def test_store_matches_the_reference(lab, rms, codec_name, dim, page):
+@pytest.mark.parametrize(
+    "dim,page", [(16, 1), (64, 16), pytest.param(128, 16, marks=pytest.mark.gpu)]
+)
+def test_store_matches_the_reference(lab, rms, triton_only, codec_name, dim, page):
     x = lab(lens=(40, 21, 20), dim=dim, page=page, codec_name=codec_name, n_sink=7, n_recent=19)
     tokens = batch_of(x, SPANS)
     q, k, v = fused_qkv(x, 58)
     q_rot = torch.full(q.shape, float("nan"), device=x.device)
-    store(x.view(), tokens, q, k, v, q_rot)
+    store(x.view(), tokens, q, k, v, q_rot, triton_only)
     params = x.seg.params[0]
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
     assert rms(q_rot, codec.rotate(q, params.r_k)) < 2e-6
@@ -103,7 +113,7 @@ def test_claim_agrees_with_the_reference(lab):
     assert torch.equal(tokens.cache_index, want)
 
 
-def test_untouched_memory(lab):
+def test_untouched_memory(lab, triton_only):
     """Only the slots, window rows and cache rows of the batch change; slot -1 writes nothing."""
     x = lab(lens=(30, 30), dim=32)
     tokens = batch_of(x, [(0, 20, 24)])
@@ -111,7 +121,15 @@ def test_untouched_memory(lab):
     slots = tokens.slots.clone()
     slots[1] = -1
     q, k, v = fused_qkv(x, 4)
-    store(x.view(), tokens._replace(slots=slots), q, k, v, torch.empty_like(q, dtype=torch.float32))
+    store(
+        x.view(),
+        tokens._replace(slots=slots),
+        q,
+        k,
+        v,
+        torch.empty_like(q, dtype=torch.float32),
+        triton_only,
+    )
     everything = torch.arange(x.seg.history.num_slots, device=x.device)
     old, new = x.seg.history, x.seg.history.read(0, everything)
     old.blocks[0], kept = before, old.blocks[0]
@@ -130,12 +148,12 @@ def test_untouched_memory(lab):
 @pytest.mark.parametrize(
     "value", [0.0, 1.0, 65504.0, -65504.0, 1e-40, 1e-7], ids=lambda v: f"{v:g}"
 )
-def test_degenerate_rows_stay_finite(lab, codec_name, value):
-    x = lab(lens=(8,), dim=16, codec_name=codec_name)
+def test_degenerate_rows_stay_finite(lab, triton_only, codec_name, value):
+    x = lab(lens=(8,), dim=64 if torch.cuda.is_available() else 16, codec_name=codec_name)
     tokens = batch_of(x, [(0, 0, 2)])
     q, k, v = (torch.full_like(t, value) for t in fused_qkv(x, 2))
     k[1, :, ::2] *= -1
-    store(x.view(), tokens, q, k, v, torch.empty_like(q, dtype=torch.float32))
+    store(x.view(), tokens, q, k, v, torch.empty_like(q, dtype=torch.float32), triton_only)
     rows = x.seg.history.read(0, tokens.slots)
     for r in rows:
         assert r.meta.isfinite().all()
@@ -147,16 +165,18 @@ def test_degenerate_rows_stay_finite(lab, codec_name, value):
     )
 
 
-def test_rows_do_not_depend_on_their_batch(lab):
+def test_rows_do_not_depend_on_their_batch(lab, triton_only):
     """The same token alone and inside a long batch yields the same bytes."""
-    x = lab(lens=(40,))
+    x = lab(lens=(40,), dim=128 if torch.cuda.is_available() else 32)
     tokens = batch_of(x, [(0, 0, 40)])
     q, k, v = fused_qkv(x, 40)
     scratch = torch.empty_like(q, dtype=torch.float32)
-    store(x.view(), tokens, q, k, v, scratch)
+    store(x.view(), tokens, q, k, v, scratch, triton_only)
     together = x.seg.history.blocks[0].clone()
     one = TokenBatch(*(t[33:34] for t in tokens))
-    store(x.view(), one, q[33:34], k[33:34], v[33:34], torch.empty_like(scratch[33:34]))
+    store(
+        x.view(), one, q[33:34], k[33:34], v[33:34], torch.empty_like(scratch[33:34]), triton_only
+    )
     assert torch.equal(x.seg.history.blocks[0], together)
 
 

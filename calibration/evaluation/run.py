@@ -1,0 +1,117 @@
+"""All methods on all units, one exact pass per document; every figure is kept as soon as known."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..continuation import Cache
+from ..errors import CalibrationError
+from ..methods import Job
+from ..stats import Moments
+from .inputs import Inputs
+from .profile import profile
+from .units import Text
+
+EXACT = Job("exact", None, 0, 0)
+
+# (label, unit key, figures) of a finished item, with (done, total) items
+Report = Callable[[str, str, dict[str, Any], int, int], None]
+
+
+@dataclass
+class Record:
+    """Figures by unit key and job label, mirrored in a JSON file after every item."""
+
+    setup: dict[str, Any]
+    path: Path | None = None
+    items: dict[str, dict[str, dict]] = field(default_factory=dict)
+    profile: dict[str, Any] | None = None
+
+    @classmethod
+    def resume(cls, setup: dict[str, Any], path: Path | None) -> Record:
+        """Continue what ``path`` holds if it was made with the same ``setup``."""
+        record = cls(setup, path)
+        if path is None or not path.exists():
+            return record
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+            items, before = old["items"], old["setup"]
+        except (ValueError, KeyError, TypeError):
+            raise CalibrationError(
+                f"{path}: exists and is not an evaluation of oscar-sglang; choose another file"
+            ) from None
+        if changed := [k for k in setup if before.get(k) != setup[k]]:
+            raise CalibrationError(
+                f"{path}: holds an evaluation with another {changed[0]} ({before.get(changed[0])!r}"
+                f", now {setup[changed[0]]!r}); delete it or choose another file"
+            )
+        record.items, record.profile = items, old.get("profile")
+        return record
+
+    def has(self, key: str, label: str) -> bool:
+        return label in self.items.get(key, {})
+
+    def add(self, key: str, label: str, figures: dict) -> None:
+        self.items.setdefault(key, {})[label] = figures
+        self.save()
+
+    def save(self, **more: Any) -> None:
+        if self.path is None:
+            return
+        content = {"setup": self.setup, **more, "profile": self.profile, "items": self.items}
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
+def run(
+    model: PreTrainedModel,
+    jobs: list[Job],
+    inputs: Inputs,
+    record: Record,
+    moments: Callable[[], list[Moments | None]],
+    report: Report | None = None,
+    fitted: dict[str, list] | None = None,
+) -> None:
+    """Fill ``record``. ``moments`` is called once, if a method has still to be fitted; ``fitted``
+    gives parameters that need no fitting (those of an artifact) by method name."""
+    jobs = [EXACT, *jobs]
+    params = dict(fitted or {})
+    total, done = len(jobs) * len(inputs.units), 0
+    for unit in inputs.units:
+        pending = [job for job in jobs if not record.has(unit.key, job.label)]
+        done += len(jobs) - len(pending)
+        if not pending:
+            continue
+        _fit(pending, params, moments)
+        document = unit.capture(model)
+        if record.profile is None and isinstance(unit, Text):
+            record.profile = profile(document)
+        for job in pending:
+            cache = _cache(document, job, params, unit.queries)
+            figures = unit.measure(cache) | {"bits": cache.bits}
+            record.add(unit.key, job.label, figures)
+            done += 1
+            if report:
+                report(job.label, unit.key, figures, done, total)
+
+
+def _fit(jobs: list[Job], params: dict[str, list], moments) -> None:
+    missing = {j.method.name: j.method for j in jobs if j.method and j.method.name not in params}
+    if not missing:
+        return
+    per_layer = moments()
+    for name, method in missing.items():
+        params[name] = [method.fit(m) for m in per_layer]
+
+
+def _cache(document, job: Job, params: dict[str, list], queries: int) -> Cache:
+    fitted = params[job.method.name] if job.method else []
+    return Cache(document, job.method, fitted, job.n_sink, job.n_recent, queries)

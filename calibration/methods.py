@@ -1,0 +1,101 @@
+"""Every method by name, in the order in which tables list them, and how a run names them.
+
+``NAME`` runs a method with the windows of the run, ``NAME@SINK+RECENT`` with windows of its own,
+as published or as deployed: ``fp8@0+0``, ``omni@0+128``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .baselines.fp8 import Fp8
+from .baselines.per_channel import PerChannel
+from .baselines.per_token import PerToken
+from .baselines.turboquant import TurboQuant
+from .errors import CalibrationError
+from .method import Method, TwoSided
+from .served import FeedbackOptions, Lloyd, Omni, OscarProxy, Served
+
+
+def _uniform(name: str, summary: str, k, v=None) -> Method:
+    return TwoSided(name, summary, k, v or k)
+
+
+def _all() -> list[Method]:
+    return [
+        _uniform("fp8", "8-bit floating point, as SGLang's fp8_e4m3", Fp8()),
+        _uniform("int4-hadamard", "4 bits per token after a Hadamard", PerToken(4, True)),
+        _uniform("turboquant-3", "random rotation, Lloyd-Max, 3 bits", TurboQuant(3)),
+        _uniform("turboquant-2.5", "the same, half the channels at 3 bits", TurboQuant(2.5)),
+        _uniform("turboquant-2", "the same at 2 bits", TurboQuant(2)),
+        _uniform("naive", "2 bits per token, minimum to maximum", PerToken(2, False)),
+        _uniform("quarot", "naive after a Hadamard", PerToken(2, True)),
+        TwoSided(
+            "kivi", "K per channel over 128 tokens", PerChannel(128), PerToken(2, False)
+        ),
+        TwoSided("kivi-g32", "K per channel over 32 tokens", PerChannel(32), PerToken(2, False)),
+        TwoSided(
+            "kitty",
+            "kivi with 1/8 of the K channels at 4 bits",
+            PerChannel(128, boosted=0.125),
+            PerToken(2, False),
+        ),
+        Served("oscar"),
+        OscarProxy(),
+        Lloyd(),
+        Omni(),
+        Served("aligned"),
+        Served("feedback"),
+        FeedbackOptions(accurate=True, compact=False),
+        FeedbackOptions(accurate=False, compact=True),
+        FeedbackOptions(accurate=True, compact=True),
+    ]
+
+
+METHODS = {m.name: m for m in _all()}
+PUBLISHED_WINDOWS = (
+    "fp8@0+0",
+    "int4-hadamard@0+0",
+    "turboquant-3@0+0",
+    "turboquant-2.5@0+0",
+    "turboquant-2@0+0",
+    "naive@0+0",
+    "quarot@0+0",
+    "kivi@0+128",
+    "kitty@0+128",
+    "omni@0+128",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method with the exact windows it is run with; ``label`` is how tables call it."""
+
+    label: str
+    method: Method
+    n_sink: int
+    n_recent: int
+
+
+def parse_jobs(text: str, n_sink: int, n_recent: int) -> list[Job]:
+    """``all`` or a comma-separated list of names. Raises CalibrationError for unknown ones."""
+    names = [*METHODS, *PUBLISHED_WINDOWS] if text == "all" else text.split(",")
+    return [_job(name.strip(), n_sink, n_recent) for name in dict.fromkeys(names)]
+
+
+def _job(text: str, n_sink: int, n_recent: int) -> Job:
+    name, at, windows = text.partition("@")
+    if name not in METHODS:
+        raise CalibrationError(
+            f"--codecs: unknown codec {name!r}; known: all, {', '.join(METHODS)}"
+        )
+    if at:
+        try:
+            n_sink, n_recent = (int(n) for n in windows.split("+"))
+            if min(n_sink, n_recent) < 0:
+                raise ValueError
+        except ValueError:
+            raise CalibrationError(
+                f"--codecs: {text!r}: expected NAME@SINK+RECENT with two numbers of tokens"
+            ) from None
+    return Job(text, METHODS[name], n_sink, n_recent)

@@ -1,0 +1,107 @@
+"""int2 through every way SGLang is started, and the nano model with QK-norm and head_dim 128."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server import Server
+from vectors import DATA
+
+from oscar_sglang.launch_server import cpu_environment, has_gpu
+
+pytestmark = pytest.mark.sglang
+
+ENGINE = """
+import sglang, sys
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], device="cpu", dtype="float32", kv_cache_dtype="int2",
+        oscar_sink_tokens=8, oscar_recent_tokens=16, load_format="dummy", max_total_tokens=512,
+        skip_tokenizer_init=True, max_running_requests=2, disable_cuda_graph=True,
+        log_level="info",
+    )
+    out = engine.generate(
+        input_ids=list(range(1, 60)),
+        sampling_params={"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
+    )
+    print("ANSWER", len(out["output_ids"]), flush=True)
+    engine.shutdown()
+"""
+
+
+def environment() -> dict[str, str]:
+    added = {} if has_gpu() else cpu_environment(dict(os.environ))
+    return {**os.environ, **added, "HF_HUB_OFFLINE": "1"}
+
+
+def test_engine(tiny_llama, tmp_path):
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    done = subprocess.run(
+        [sys.executable, script, tiny_llama],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "ANSWER 4" in done.stdout, done.stderr[-3000:]
+    assert "oscar: 512 tokens held" in done.stdout + done.stderr
+
+
+STOCK = {
+    "launch_server": [sys.executable, "-m", "sglang.launch_server"],
+    "serve": [str(Path(sys.executable).parent / "sglang"), "serve"],
+}
+
+
+@pytest.mark.parametrize("launcher", STOCK)
+def test_stock_launchers(tiny_llama, tmp_path, launcher):
+    flags = ["--kv-cache-dtype", "int2", "--device", "cpu", "--dtype", "float32"]
+    flags += ["--max-total-tokens", "512", "--max-running-requests", "2", "--load-format", "dummy"]
+    flags += ["--skip-tokenizer-init"]
+    server = Server(tiny_llama, tmp_path / "log", *flags, env=environment())
+    assert server.command[:3] == [sys.executable, "-m", "oscar_sglang.launch_server"]
+    server.command[:3] = STOCK[launcher]
+    with server:
+        assert len(server.generate(list(range(1, 60)), 4)["output_ids"]) == 4
+        assert server.state()["codec"] == "feedback"
+
+
+def recall(server: Server, documents: list[dict]) -> list[bool]:
+    """Whether each question about a document, asked on its cached prefix, is answered."""
+    found = []
+    for document in documents:
+        for question in document["questions"]:
+            answer = question["answer_ids"]
+            got = server.generate(document["document"] + question["prompt"], len(answer))
+            found.append(got["output_ids"] == answer)
+    return found
+
+
+def test_nano_recalls_facts_like_bf16(nano, tmp_path):
+    """1k documents: as many right answers from 2 bits as from SGLang's own cache."""
+    documents = json.loads((DATA / "nano_recall.json").read_text())
+    documents = [d for d in documents if d["context"] == 1024]
+    assert documents
+    common = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "4"]
+    scores = {}
+    for name, flags in (
+        ("stock", ["--attention-backend", "torch_native"]),
+        ("int2", ["--kv-cache-dtype", "int2"]),
+    ):
+        env = {"OSCAR_SGLANG_CACHE": str(tmp_path / "cache")}
+        with Server(nano, tmp_path / f"{name}.log", *common, *flags, env=env) as server:
+            scores[name] = recall(server, documents)
+            if name == "int2":
+                assert server.state()["sink_hits"] > 0
+                assert "calibrating codec feedback" in server.log.read_text()
+    right = {name: sum(found) for name, found in scores.items()}
+    total = len(scores["stock"])
+    print(f"recall at 1k: {right} of {total}")
+    assert right["stock"] >= 0.95 * total
+    assert right["int2"] >= right["stock"] - max(1, total // 20)

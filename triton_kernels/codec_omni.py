@@ -1,0 +1,57 @@
+"""Codec ``omni``: OScaR (arXiv 2605.19660), keys per channel over a block of tokens.
+
+    K   y = k @ H; norm = |y| / sqrt(D) per token and head, FP16; u = y / norm
+        over the BLOCK tokens of a block, per channel: step = (max - min) / 3, lo = min, FP16
+        codes = clip(rint((u - lo) / step), 0, 3);  decoded = (codes * step + lo) * norm
+    V   y = v @ H; per token: step = (max - min) / 3, lo = min, FP16; nearest codes
+
+The published code takes the norm over all heads of a token; here it is per KV head, because a norm
+over heads needs an all-reduce under tensor parallelism. A key's codes exist once its block is full.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .codec import LEVELS, RangeRule, Rows, pack, round_codes, unpack, value_range
+
+BLOCK = 128
+V_RANGE = RangeRule("shrink", 1.0)
+_FP16_MAX = 65504.0
+
+
+class KeyBlock(NamedTuple):
+    """One sealed block of n tokens (n = BLOCK, fewer where the sink window cuts the first one).
+
+    packed  [n, Hk, D/4] uint8     norm  [n, Hk] float16     meta  [Hk, D, 2] float16 (step, lo)
+    """
+
+    packed: torch.Tensor
+    norm: torch.Tensor
+    meta: torch.Tensor
+
+
+def encode_k(y: torch.Tensor) -> KeyBlock:
+    """The rotated keys of one block, [n, Hk, D] float32."""
+    norm = y.square().mean(-1).sqrt().clamp_max(_FP16_MAX).half()
+    unit = torch.where(norm[..., None] > 0, y / norm[..., None].float(), 0.0)
+    low, high = unit.aminmax(dim=0)
+    meta = torch.stack([(high - low) / LEVELS, low], -1).clamp(-_FP16_MAX, _FP16_MAX).half()
+    step, lo = meta.float().unbind(-1)
+    inverse = torch.where(step > 0, 1 / step, 0.0)
+    codes = ((unit - lo) * inverse).round().clamp(0, LEVELS)
+    return KeyBlock(pack(codes.to(torch.uint8)), norm, meta)
+
+
+def decode_k(block: KeyBlock) -> torch.Tensor:
+    """float32 [n, Hk, D], still rotated."""
+    step, lo = block.meta.float().unbind(-1)
+    return (unpack(block.packed).float() * step + lo) * block.norm.float()[..., None]
+
+
+def encode_v(y: torch.Tensor) -> Rows:
+    """Rotated values [..., D] float32."""
+    meta = value_range(y, V_RANGE)
+    return Rows(pack(round_codes(y, meta)), meta)
