@@ -1,0 +1,123 @@
+"""Import names, import rules and what a wheel would install."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# folder -> top-level packages its modules must not import
+FORBIDDEN = {
+    "triton_kernels": {"sglang", "transformers", "safetensors"},
+    "calibration": {"sglang", "triton"},
+}
+# The only modules of ours that may import sglang at module level.
+GLUE = {"attention_backend.py", "memory_pool.py"}
+
+
+def run(code: str, cwd: Path = ROOT, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_layers(folder):
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    for path in files:
+        assert not imports(path) & FORBIDDEN[folder], path
+
+
+def test_only_the_glue_imports_sglang_at_module_level():
+    for path in (ROOT / "oscar_sglang").glob("*.py"):
+        if path.name not in GLUE:
+            assert "sglang" not in imports(path, top_level_only=True), path
+
+
+def test_importing_the_package_is_free():
+    code = "import sys, oscar_sglang; print({'torch', 'triton', 'sglang'} & set(sys.modules))"
+    assert run(code).strip() == "set()"
+
+
+def test_reference_and_calibration_need_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import oscar_sglang.kernels.reference, oscar_sglang.calibration.pipeline\n"
+        "print('ok')"
+    )
+    assert run(code).strip() == "ok"
+
+
+@pytest.mark.parametrize("where", ["repository root", "elsewhere"])
+def test_openais_triton_kernels_is_not_shadowed(tmp_path, where):
+    """A package of that name on the path wins over our folder, even in the repository root."""
+    openai = tmp_path / "site" / "triton_kernels"
+    openai.mkdir(parents=True)
+    (openai / "__init__.py").write_text("NAME = 'openai'\n")
+    (openai / "matmul.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, ''); sys.path.append({str(openai.parent)!r})\n"
+        "import triton_kernels, triton_kernels.matmul, oscar_sglang.kernels.layout as ours\n"
+        "print(triton_kernels.NAME, ours.BLOCK)"
+    )
+    cwd = ROOT if where == "repository root" else tmp_path
+    assert run(code, cwd).split() == ["openai", "16"]
+
+
+def test_kernels_folder_has_no_init_and_the_links_are_links():
+    assert not (ROOT / "triton_kernels" / "__init__.py").exists()
+    for name, target in (("kernels", "triton_kernels"), ("calibration", "calibration")):
+        link = ROOT / "oscar_sglang" / name
+        assert link.is_symlink() and link.resolve() == ROOT / target
+
+
+def test_plugin_entry_point_and_console_script():
+    points = importlib.metadata.entry_points()
+    (plugin,) = [p for p in points.select(group="sglang.srt.plugins") if p.name == "oscar"]
+    assert plugin.value == "oscar_sglang.hooks:register"
+    (script,) = [p for p in points.select(group="console_scripts") if p.name == "oscar-sglang"]
+    assert script.value == "oscar_sglang.cli:main"
+
+
+def test_wheel_holds_everything_and_no_top_level_triton_kernels(tmp_path):
+    """Built from a copy, so that no build folder appears in the checkout."""
+    copy = tmp_path / "src"
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", ROOT, copy], check=True)
+    for name in ("pyproject.toml", "README.md"):
+        if not (copy / name).exists():
+            (copy / name).write_text((ROOT / name).read_text())
+    target = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--target", target, copy]
+    subprocess.run(command, check=True)
+    assert not (target / "triton_kernels").exists() and not (target / "calibration").exists()
+    for module in ("kernels/reference.py", "calibration/fit.py", "hooks.py"):
+        assert (target / "oscar_sglang" / module).is_file()
+    standin = target / "oscar_sglang" / "standins" / "kernel" / "sgl_kernel" / "__init__.py"
+    assert standin.is_file()
