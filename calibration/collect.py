@@ -77,6 +77,41 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+class Accumulator:
+    """Moments of every layer, fed layer by layer and sequence by sequence by a front end."""
+
+    def __init__(self, n_sink: int = 64, capacity: int = 512) -> None:
+        self.n_sink = n_sink
+        self.capacity = capacity
+        self.stats: dict[int, LayerStats] = {}
+        self.seen = 0
+
+    def add(self, layer: int, q, k, v, o) -> None:
+        """Rows of one whole sequence in one layer: q, o [T, H, D]; k, v [T, Hk, D]."""
+        rows = [x[self.n_sink :] for x in (q, k, v, o)]
+        index = self.seen + torch.arange(len(rows[0]), device=q.device)
+        self.stats.setdefault(layer, LayerStats(self.capacity)).update(index, *rows)
+
+    def advance(self, tokens: int) -> None:
+        """All layers have seen a sequence of ``tokens``."""
+        self.seen += max(0, tokens - self.n_sink)
+
+    def finish(self, layers: int) -> list[Moments]:
+        """Raises CalibrationError if a layer is missing or saw NaN."""
+        if sorted(self.stats) != list(range(layers)):
+            raise CalibrationError(
+                f"saw attention in layers {sorted(self.stats)} of {layers}: models that mix in "
+                "other kinds of layers are not supported"
+            )
+        moments = []
+        for layer in range(layers):
+            m = self.stats[layer].finish()
+            if not all(bool(t.isfinite().all()) for t in (m.ktk, m.vtv, m.qtq, m.oto)):
+                raise CalibrationError(f"layer {layer}: K, V or Q is NaN or infinite")
+            moments.append(m)
+        return moments
+
+
 @torch.no_grad()
 def collect(
     model: PreTrainedModel,
@@ -90,38 +125,19 @@ def collect(
     Logits are never computed and one sequence is in memory at a time. ``capacity`` bounds the
     held-back rows per layer.
     """
-    stats: dict[int, LayerStats] = {}
-    seen = 0
+    total = Accumulator(n_sink, capacity)
 
     def attend(layer, q, k, v, scale):
         o = causal_attention(q.float(), k.float(), v.float(), scale)
-        rows = [x[0, :, n_sink:].transpose(0, 1) for x in (q, k, v, o)]
-        index = seen + torch.arange(len(rows[0]), device=q.device)
-        stats.setdefault(layer, LayerStats(capacity)).update(index, *rows)
+        total.add(layer, *(x[0].transpose(0, 1) for x in (q, k, v, o)))
         return o.to(q.dtype)
 
-    total = sum(map(len, sequences))
-    done = 0
+    tokens, done = sum(map(len, sequences)), 0
     with replaced_attention(model, attend):
         for ids in sequences:
             model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
-            seen += max(0, len(ids) - n_sink)
+            total.advance(len(ids))
             done += len(ids)
             if progress:
-                progress("running the model", done, total)
-    return _finish(stats, model.config.get_text_config().num_hidden_layers)
-
-
-def _finish(stats: dict[int, LayerStats], layers: int) -> list[Moments]:
-    if sorted(stats) != list(range(layers)):
-        raise CalibrationError(
-            f"saw attention in layers {sorted(stats)} of {layers}: models that mix in other kinds "
-            "of layers are not supported"
-        )
-    moments = []
-    for layer in range(layers):
-        m = stats[layer].finish()
-        if not all(bool(t.isfinite().all()) for t in (m.ktk, m.vtv, m.qtq, m.oto)):
-            raise CalibrationError(f"layer {layer}: K, V or Q is NaN or infinite")
-        moments.append(m)
-    return moments
+                progress("running the model", done, tokens)
+    return total.finish(model.config.get_text_config().num_hidden_layers)

@@ -19,9 +19,7 @@ def feedback_metric(r_k: torch.Tensor, m: torch.Tensor, damping: float) -> torch
     return g + damping * trace / g.shape[-1] * torch.eye(g.shape[-1], dtype=g.dtype)
 
 
-def fit_grids(
-    spec: CodecSpec, params: LayerParams, moments: Moments
-) -> tuple[MetaGrid, MetaGrid]:
+def fit_grids(spec: CodecSpec, params: LayerParams, moments: Moments) -> tuple[MetaGrid, MetaGrid]:
     """Metadata grids of K and V from held-back rows."""
     k_meta = value_range(rotate(moments.held_k, params.r_k), spec.k_range)
     v_meta = value_range(rotate(moments.held_v, params.r_v), spec.v_range)

@@ -30,9 +30,7 @@ def _all() -> list[Method]:
         _uniform("turboquant-2", "the same at 2 bits", TurboQuant(2)),
         _uniform("naive", "2 bits per token, minimum to maximum", PerToken(2, False)),
         _uniform("quarot", "naive after a Hadamard", PerToken(2, True)),
-        TwoSided(
-            "kivi", "K per channel over 128 tokens", PerChannel(128), PerToken(2, False)
-        ),
+        TwoSided("kivi", "K per channel over 128 tokens", PerChannel(128), PerToken(2, False)),
         TwoSided("kivi-g32", "K per channel over 32 tokens", PerChannel(32), PerToken(2, False)),
         TwoSided(
             "kitty",
@@ -67,20 +65,45 @@ PUBLISHED_WINDOWS = (
 )
 
 
+SWEEP_SINK = (0, 4, 16, 64, 128)
+SWEEP_RECENT = (64, 128, 256, 512)
+
+
 @dataclass(frozen=True)
 class Job:
-    """A method with the exact windows it is run with; ``label`` is how tables call it."""
+    """A method with the exact windows it is run with; ``label`` is how tables call it, ``swept``
+    marks those that only a sweep over window sizes asks for."""
 
     label: str
-    method: Method
+    method: Method | None
     n_sink: int
     n_recent: int
+    swept: bool = False
+
+    def windows(self) -> dict[str, str | int | bool]:
+        """What tables and files say about it."""
+        name = self.method.name if self.method else self.label
+        return {"method": name, "sink": self.n_sink, "recent": self.n_recent, "swept": self.swept}
 
 
 def parse_jobs(text: str, n_sink: int, n_recent: int) -> list[Job]:
     """``all`` or a comma-separated list of names. Raises CalibrationError for unknown ones."""
     names = [*METHODS, *PUBLISHED_WINDOWS] if text == "all" else text.split(",")
     return [_job(name.strip(), n_sink, n_recent) for name in dict.fromkeys(names)]
+
+
+def sweep_jobs(jobs: list[Job]) -> list[Job]:
+    """Every job with other sinks at its own recent window, and the other way round."""
+    found = {}
+    for job in jobs:
+        found[job.label] = job
+        name, s, r = job.method.name, job.n_sink, job.n_recent
+        windows = [(sink, r) for sink in SWEEP_SINK] + [(s, recent) for recent in SWEEP_RECENT]
+        for sink, recent in windows:
+            label = f"{name}@{sink}+{recent}"
+            if (sink, recent) != (s, r):
+                found.setdefault(label, Job(label, job.method, sink, recent, swept=True))
+    return list(found.values())
 
 
 def _job(text: str, n_sink: int, n_recent: int) -> Job:

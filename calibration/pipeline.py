@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,12 @@ from .data import RANDOM, Tokens, load_tokens
 from .errors import CalibrationError
 from .fit import DAMPING, LayerFit, fit_layer
 from .stats import Moments
+from .warn import calibration_warnings
 
 DEFAULT_TOKENS = 8192
 N_SINK = 64
-ENOUGH_TOKENS = 2048
 _MIN_ROWS = 256
+_BIAS = re.compile(r"(q_proj|k_proj|qkv|c_attn)[^.]*\.bias$")
 
 
 def calibrate(
@@ -35,16 +37,18 @@ def calibrate(
     seed: int = 0,
     n_sink: int = N_SINK,
     progress: Progress | None = None,
+    engine: str = "transformers",
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
     data      ``random``, a text file, or NPZ:KEY (see ``data.load_tokens``)
     n_sink    positions below it are left out: the cache keeps them exact
     progress  called with (stage, done, total)
+    engine    what runs the model: transformers, or sglang for any checkpoint SGLang can load
 
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
     """
-    options = dict(device=device, seed=seed, n_sink=n_sink, progress=progress)
+    options = dict(device=device, seed=seed, n_sink=n_sink, progress=progress, engine=engine)
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
 
@@ -58,6 +62,7 @@ def calibrate_codecs(
     seed: int = 0,
     n_sink: int = N_SINK,
     progress: Progress | None = None,
+    engine: str = "transformers",
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -73,7 +78,7 @@ def calibrate_codecs(
             f"{source.description}: {source.count} tokens leave {rows} beyond the first {n_sink} "
             f"of their sequence, expected at least {_MIN_ROWS}; give more tokens"
         )
-    moments = _moments(model_dir, device, source, n_sink, progress)
+    moments, biased = _ENGINES[engine](model_dir, device, source, n_sink, progress)
     made = {}
     for codec in codecs:
         fits = _fit(moments, codec, progress)
@@ -90,26 +95,42 @@ def calibrate_codecs(
                 "tokens": source.count,
                 "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "device": device,
+                "engine": engine,
                 "seconds": round(time.monotonic() - start, 1),
                 "layers": [fit.report for fit in fits],
-                "warnings": _warnings(source, tokens, fits),
+                "warnings": calibration_warnings(source, tokens, moments, fits, biased),
             },
         )
     return made
 
 
-def _moments(
+def _by_transformers(
     model_dir: Path, device: str, source: Tokens, n_sink: int, progress: Progress | None
-) -> list[Moments]:
-    """Collect, and give the model's memory back before anything else is allocated."""
+) -> tuple[list[Moments], bool]:
+    """Moments and whether Q or K projections have biases; gives the model's memory back before
+    anything else is allocated."""
     model = load_model(model_dir, device)
     try:
-        return collect(model, source.sequences, n_sink, progress=progress)
+        moments = collect(model, source.sequences, n_sink, progress=progress)
+        return moments, any(_BIAS.search(name) for name, _ in model.named_parameters())
     finally:
         del model
         gc.collect()
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+
+def _by_sglang(
+    model_dir: Path, device: str, source: Tokens, n_sink: int, progress: Progress | None
+) -> tuple[list[Moments], bool]:
+    """The same, inside SGLang's model runner."""
+    from ..sglang_stats import collect_in_sglang  # imports sglang
+
+    moments, names = collect_in_sglang(model_dir, source.sequences, n_sink, device, progress)
+    return moments, any(map(_BIAS.search, names))
+
+
+_ENGINES = {"transformers": _by_transformers, "sglang": _by_sglang}
 
 
 def _fit(moments: list[Moments], codec: str, progress: Progress | None) -> list[LayerFit]:
@@ -119,16 +140,3 @@ def _fit(moments: list[Moments], codec: str, progress: Progress | None) -> list[
         if progress:
             progress("fitting", len(fits), len(moments))
     return fits
-
-
-def _warnings(source: Tokens, asked: int, fits: list[LayerFit]) -> list[str]:
-    warnings = []
-    if source.count < asked:
-        warnings.append(f"{source.description} holds {source.count} tokens, asked for {asked}")
-    if source.count < ENOUGH_TOKENS:
-        warnings.append(f"only {source.count} tokens: at least {ENOUGH_TOKENS} are recommended")
-    for i, fit in enumerate(fits):
-        worst = max(fit.report["v_error"])
-        if worst > 0.5:
-            warnings.append(f"layer {i}: V keeps less than half of its energy (error {worst})")
-    return warnings

@@ -107,10 +107,15 @@ class FeedbackOptions(Method):
         """(step, lo) rounded to what can be stored, float32."""
         if self.compact:
             return codec_compact.decode_meta(codec_compact.encode_meta(meta, grid), grid)
-        return meta.half().float()
+        return _half(meta).float()
 
     def _bytes(self, meta: torch.Tensor, grid: codec_compact.MetaGrid) -> torch.Tensor:
-        return codec_compact.encode_meta(meta, grid) if self.compact else meta.half()
+        return codec_compact.encode_meta(meta, grid) if self.compact else _half(meta)
+
+
+def _half(meta: torch.Tensor) -> torch.Tensor:
+    limit = torch.finfo(torch.float16).max
+    return meta.clamp(-limit, limit).half()
 
 
 class Lloyd(Method):

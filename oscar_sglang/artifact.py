@@ -35,6 +35,7 @@ __all__ = [
     "data_free",
     "load",
     "shard",
+    "validate",
 ]
 
 ORTHOGONALITY = 1e-4  # |R^T R - I|: float32 rounding of an orthogonal matrix stays below 1e-6
@@ -82,7 +83,7 @@ class Artifact:
     def save(self, path: Path | str) -> None:
         """Write atomically: readers see the old file or the whole new one. Validates first."""
         path = Path(path)
-        _check_layers(path, self.codec, self.fingerprint, self.layers)
+        validate(self, path)
         head = {
             "format_version": FORMAT_VERSION,
             "fingerprint": dataclasses.asdict(self.fingerprint),
@@ -111,6 +112,11 @@ def load(path: Path | str) -> Artifact:
     ]
     _check_layers(path, header.codec, header.fingerprint, layers)
     return _artifact(header, layers)
+
+
+def validate(artifact: Artifact, where: Path | str) -> None:
+    """Refuse tensors that no kernel can use; ``where`` begins the message."""
+    _check_layers(where, artifact.codec, artifact.fingerprint, artifact.layers)
 
 
 def check(artifact: Artifact, fingerprint: Fingerprint, codec: str | None = None) -> None:
@@ -181,7 +187,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 def _check_layers(
-    path: Path, codec: str, fingerprint: Fingerprint, layers: list[LayerParams]
+    path: Path | str, codec: str, fingerprint: Fingerprint, layers: list[LayerParams]
 ) -> None:
     if len(layers) != fingerprint.layers:
         raise ArtifactError(

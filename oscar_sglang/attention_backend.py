@@ -18,6 +18,23 @@ if TYPE_CHECKING:
     from .memory_pool import OscarKVPool
 
 
+def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
+    """Layers the start-up checks could not see; nothing is approximated silently."""
+    window = layer.sliding_window_size
+    for bad, what in (
+        (window is not None and window > 0, "a sliding window"),
+        (layer.is_cross_attention, "cross attention"),
+        (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
+        (kwargs.get("sinks") is not None, "learned attention sinks"),
+        (k is None or not save_kv_cache, "a KV cache shared between layers"),
+    ):
+        if bad:
+            raise NotImplementedError(
+                f"layer {layer.layer_id} uses {what}, which int2 does not support; "
+                "drop --kv-cache-dtype int2"
+            )
+
+
 class OscarAttnBackend(AttentionBackend):
     """Decode and extend are one path: a decode step is a chunk of one token.
 
@@ -53,7 +70,6 @@ class OscarAttnBackend(AttentionBackend):
         """Take over request rows that were handed out since they were last seen here."""
         generation = self.req_to_token_pool.req_generation
         n_sink = self.pool.setup.plan.windows.n_sink
-        counters = self.pool.counters
         for row, prefix in zip(rows.tolist(), prefix_lens.tolist(), strict=True):
             if row == 0 or generation[row] == self.seen_generation[row]:
                 continue
@@ -63,9 +79,7 @@ class OscarAttnBackend(AttentionBackend):
                 cached = min(prefix, n_sink)
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()
                 hits = reference.restore_sinks(self.pool.segments, row, slots)
-                counters.requests_on_prefix += 1
-                counters.sink_hits += hits
-                counters.sink_misses += cached - hits
+                self.pool.device_counters += torch.tensor([hits, cached - hits, 1])
 
     def _count(self) -> None:
         batch, counters, windows = self.batch, self.pool.counters, self.pool.setup.plan.windows
@@ -86,7 +100,7 @@ class OscarAttnBackend(AttentionBackend):
         **kwargs,
     ) -> torch.Tensor:
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
-        self._refuse_layer(layer, k, save_kv_cache, kwargs)
+        refuse_layer(layer, k, save_kv_cache, kwargs)
         index = layer.layer_id - self.pool.start_layer
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -107,20 +121,3 @@ class OscarAttnBackend(AttentionBackend):
         return out.to(q.dtype).flatten(1)
 
     forward_decode = forward_extend
-
-    @staticmethod
-    def _refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
-        """Layers the start-up checks could not see; nothing is approximated silently."""
-        window = layer.sliding_window_size
-        for bad, what in (
-            (window is not None and window > 0, "a sliding window"),
-            (layer.is_cross_attention, "cross attention"),
-            (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
-            (kwargs.get("sinks") is not None, "learned attention sinks"),
-            (k is None or not save_kv_cache, "a KV cache shared between layers"),
-        ):
-            if bad:
-                raise NotImplementedError(
-                    f"layer {layer.layer_id} uses {what}, which int2 does not support; "
-                    "drop --kv-cache-dtype int2"
-                )

@@ -15,6 +15,7 @@ from typing import Any
 
 KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
+DEFAULT_CODEC = "feedback"
 CODEC_NAMES = ("feedback", "aligned", "oscar")
 PREFIX = "oscar_"
 
@@ -27,6 +28,7 @@ class OscarError(ValueError):
 class OscarConfig:
     """What the user asked for. ``None`` means "chosen at start-up".
 
+    codec              default: the artifact's, where one is named, else ``DEFAULT_CODEC``
     artifact           path of a calibrated artifact, or "auto"
     sink_tokens        exact first positions of a request
     recent_tokens      exact last positions of a request
@@ -34,15 +36,15 @@ class OscarConfig:
     scratch_tokens     prefix tokens materialised at a time during prefill
     """
 
-    codec: str = "feedback"
+    codec: str | None = None
     artifact: str = "auto"
     sink_tokens: int = 64
     recent_tokens: int = 256
     sink_cache_tokens: int | None = None
-    scratch_tokens: int = 4096
+    scratch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.codec not in CODEC_NAMES:
+        if self.codec not in (None, *CODEC_NAMES):
             raise OscarError(
                 f"--oscar-codec {self.codec!r} is unknown; choose one of {', '.join(CODEC_NAMES)}"
             )
@@ -66,8 +68,8 @@ class OscarConfig:
             )
         return cls(**given)
 
-    def with_artifact(self, path: Path) -> OscarConfig:
-        return replace(self, artifact=str(path))
+    def with_artifact(self, path: Path, codec: str) -> OscarConfig:
+        return replace(self, artifact=str(path), codec=codec)
 
 
 def flag(field: str) -> str:
@@ -79,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     d = OscarConfig()
     group = parser.add_argument_group("oscar: 2-bit KV cache (with --kv-cache-dtype int2)")
     add = group.add_argument
-    add(flag("codec"), choices=CODEC_NAMES, help=f"2-bit codec (default {d.codec})")
+    add(
+        flag("codec"),
+        choices=CODEC_NAMES,
+        help=f"2-bit codec (default: the artifact's, else {DEFAULT_CODEC})",
+    )
     add(
         flag("artifact"),
         metavar="PATH|auto",
@@ -95,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("scratch_tokens"),
         type=int,
-        help=f"prefix tokens materialised at a time in prefill (default {d.scratch_tokens})",
+        help="prefix tokens materialised at a time in prefill (default 32768; 4096 on a CPU)",
     )
 
 

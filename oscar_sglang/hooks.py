@@ -328,14 +328,18 @@ def register() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
-    from .attention_backend import OscarAttnBackend
-
     if not enabled(runner):
         raise OscarError(
             f"--attention-backend {ATTENTION_BACKEND} is chosen by --kv-cache-dtype "
             f"{KV_CACHE_DTYPE}; give that instead"
         )
-    return OscarAttnBackend(runner)
+    if runner.device == "cpu":
+        from .attention_backend import OscarAttnBackend
+
+        return OscarAttnBackend(runner)
+    from .gpu_backend import OscarGpuBackend
+
+    return OscarGpuBackend(runner)
 
 
 def missing_hooks() -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,8 +18,8 @@ STANDINS = Path(__file__).parent / "standins"
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA driver is present; asks the driver's files, not torch (slow to import)."""
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+    """Whether an NVIDIA GPU is present; asks the system, not torch (slow to import)."""
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:

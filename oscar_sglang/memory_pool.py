@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
@@ -27,6 +27,7 @@ class PoolSetup:
     codec: str
     params: list[LayerParams]
     artifact_id: str
+    decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
 
 
 @dataclass
@@ -35,10 +36,7 @@ class Counters:
 
     demoted_tokens: int = 0
     materialised_tokens: int = 0
-    sink_hits: int = 0
-    sink_misses: int = 0
-    requests_on_prefix: int = 0
-    window_tokens: int = field(default=0)  # exact tokens of the last batch's requests
+    window_tokens: int = 0  # exact tokens of the last batch's requests (CPU path only)
 
 
 class OscarKVPool(MHATokenToKVPool):
@@ -76,7 +74,14 @@ class OscarKVPool(MHATokenToKVPool):
                 sinks=SinkCache(layout, layers, plan.sink_cache_rows, dtype, device),
             )
             shape = (2, plan.scratch_tokens, self.head_num, self.head_dim)
-            self.scratch = torch.zeros(shape, dtype=torch.float32, device=device)
+            on_cpu = torch.device(device).type == "cpu"
+            scratch_dtype = torch.float32 if on_cpu else dtype
+            self.scratch = torch.zeros(shape, dtype=scratch_dtype, device=device)
+            # Sink-cache hits, misses, requests on a prefix: counted by kernels on a GPU.
+            self.device_counters = torch.zeros(3, dtype=torch.int64, device=device)
+            self.decode_attention = setup.decode_attention
+            if self.decode_attention is not None:
+                self.decode_attention.allocate()
         self._log_memory()
 
     def part_bytes(self) -> dict[str, int]:
@@ -88,6 +93,7 @@ class OscarKVPool(MHATokenToKVPool):
             "sink_cache": s.sinks.num_bytes,
             "scratch": nbytes(self.scratch),
             "codec": sum(nbytes(*(t for t in p if t is not None)) for p in s.params),
+            "workspace": self.decode_attention.num_bytes if self.decode_attention else 0,
         }
 
     def planned_bytes(self) -> dict[str, int]:
@@ -98,6 +104,7 @@ class OscarKVPool(MHATokenToKVPool):
             "sink_cache": plan.sink_cache_bytes,
             "scratch": plan.scratch_bytes,
             "codec": plan.codec_bytes,
+            "workspace": plan.workspace_bytes,
         }
 
     def get_kv_size_bytes(self) -> int:
@@ -130,7 +137,14 @@ class OscarKVPool(MHATokenToKVPool):
 
     def stats(self) -> dict:
         """The block shown under ``oscar`` in ``/server_info``."""
-        plan, c = self.setup.plan, self.counters
+        plan = self.setup.plan
+        hits, misses, on_prefix = self.device_counters.tolist()
+        counters = {
+            **vars(self.counters),
+            "sink_hits": hits,
+            "sink_misses": misses,
+            "requests_on_prefix": on_prefix,
+        }
         return {
             "codec": self.setup.codec,
             "artifact": self.setup.artifact_id,
@@ -144,7 +158,7 @@ class OscarKVPool(MHATokenToKVPool):
             "recent_tokens": plan.windows.n_recent,
             "bytes": self.part_bytes(),
             "planned_bytes": self.planned_bytes(),
-            **vars(c),
+            **counters,
         }
 
     def _clear_buffers(self) -> None:

@@ -43,6 +43,11 @@ def refuse_options(args: Any) -> None:
             "--kv-cache-dtype int2 does not work with prefill/decode disaggregation yet; "
             f"drop --disaggregation-mode {mode}"
         )
+    if (graph := getattr(args, "cuda_graph_backend_prefill", None)) not in (None, "disabled"):
+        raise OscarError(
+            "--kv-cache-dtype int2 does not capture prefill yet; drop "
+            f"--cuda-graph-backend-prefill {graph} or set it to disabled"
+        )
     if (getattr(args, "dcp_size", 1) or 1) > 1:
         raise OscarError("--kv-cache-dtype int2 does not work with --dcp-size > 1; drop it")
     for field in _BACKENDS:

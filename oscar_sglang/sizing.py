@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from .config import OscarConfig
@@ -14,6 +15,8 @@ logger = logging.getLogger(__name__)
 # Without --max-running-requests the windows may take this share of the cache's memory.
 _WINDOW_SHARE = 1 / 8
 _MAX_DEFAULT_ROWS = 256
+# A larger tile means fewer launches per prefix; 32k tokens are 134 MB at 8 heads of 128.
+_SCRATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 
 
 def make_plan(
@@ -25,6 +28,7 @@ def make_plan(
     itemsize: int,
     budget_bytes: int,
     max_running_requests: int | None,
+    device: str,
 ) -> MemoryPlan:
     """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache.
 
@@ -41,14 +45,16 @@ def make_plan(
             max_running_requests,
             row / 2**20,
         )
+    on_cpu = device == "cpu"
     return MemoryPlan(
         layers=layers,
         history=history,
         windows=windows,
         rows=max_running_requests + 1,  # row 0 is SGLang's padding row
         sink_cache_rows=config.sink_cache_tokens or 2 * config.sink_tokens * max_running_requests,
-        scratch_tokens=config.scratch_tokens,
+        scratch_tokens=config.scratch_tokens or _SCRATCH_TOKENS["cpu" if on_cpu else "cuda"],
         itemsize=itemsize,
+        scratch_itemsize=4 if on_cpu else itemsize,
         codec_params=CODECS[config.codec].params,
     )
 
@@ -58,7 +64,7 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
     requested = get_schedule().max_running_requests
-    return make_plan(
+    plan = make_plan(
         config,
         layers=kvc.layer_info.num_effective_layers,
         kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size),
@@ -66,4 +72,26 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
         itemsize=kvc.model_dtype.itemsize,
         budget_bytes=budget_bytes,
         max_running_requests=requested and max(1, requested // kvc.ps.attn_dp_size),
+        device=kvc.device,
+    )
+    if kvc.device == "cpu":
+        return plan
+    return replace(plan, workspace_bytes=decode_attention(kvc, plan).num_bytes)
+
+
+def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
+    """The kernels' decode attention for this rank; its buffers are allocated on first use."""
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
+    from .kernels.decode import DecodeAttention
+
+    return DecodeAttention(
+        heads=kvc.model_config.num_attention_heads // get_parallel().attn_tp_size,
+        kv_heads=plan.history.kv_heads,
+        head_dim=plan.history.head_dim,
+        dtype=kvc.model_dtype,
+        windows=plan.windows,
+        page_size=get_schedule().page_size,
+        max_batch=plan.rows - 1,
+        device=kvc.device,
     )

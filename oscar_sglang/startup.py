@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .config import ATTENTION_BACKEND, OscarConfig, OscarError
+from .config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError
 from .refusals import refuse_model, refuse_options, refuse_page_size
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ def prepare_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     refuse_options(_Namespace(kwargs))
     kwargs = dict(kwargs, attention_backend=ATTENTION_BACKEND)
     on_cpu = kwargs.get("device") == "cpu"
+    if not on_cpu:
+        kwargs["cuda_graph_backend_prefill"] = "disabled"  # extend is planned on the host
     if kwargs.get("page_size") is None:
         kwargs["page_size"] = 1 if on_cpu else _GPU_PAGE_SIZE
     refuse_page_size(kwargs["page_size"], "cpu" if on_cpu else "cuda")
@@ -39,7 +42,7 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     refuse_options(server_args)
     refuse_page_size(server_args.page_size, server_args.device)
     refuse_model(server_args.get_model_config())
-    return config.with_artifact(_find_artifact(server_args, config))
+    return config.with_artifact(*_find_artifact(server_args, config))
 
 
 def model_dir(server_args: Any) -> Path:
@@ -52,25 +55,31 @@ def model_dir(server_args: Any) -> Path:
     return Path(snapshot_download(server_args.model_path, revision=server_args.revision))
 
 
-def _find_artifact(server_args: Any, config: OscarConfig) -> Path:
+def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
+    """The artifact's file and its codec."""
     from . import artifact as art
 
     folder = model_dir(server_args)
-    fingerprint = art.Fingerprint.of(folder)
+    codec = config.codec or DEFAULT_CODEC
     try:
+        fingerprint = art.Fingerprint.of(folder)
         if config.artifact != "auto":
             path = Path(config.artifact).expanduser()
-            art.check(art.load(path), fingerprint, config.codec)
-            return path
+            found = art.load(path)
+            art.check(found, fingerprint, config.codec)
+            return path, found.codec
         if server_args.load_format == "dummy":
             logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
-            return _save_temporary(art.data_free(fingerprint, config.codec))
-        from .calibration import ensure_artifact
+            return _save_temporary(art.data_free(fingerprint, codec)), codec
+        from .calibration import CalibrationError, ensure_artifact
 
-        made, path, created = ensure_artifact(folder, config.codec)
+        try:
+            made, path, created = ensure_artifact(folder, codec)
+        except CalibrationError as error:
+            raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         logger.info("oscar: artifact %s %s", path or made.id, "calibrated" if created else "found")
-        return path or _save_temporary(made)
-    except art.ArtifactError as error:
+        return path or _save_temporary(made), codec
+    except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
 
 
@@ -87,15 +96,20 @@ def pool_setup(kvc: Any) -> Any:
     from . import artifact as art
     from .hooks import config_of, plan_of
     from .memory_pool import PoolSetup
+    from .sizing import decode_attention
 
     config = config_of(kvc.server_args)
     artifact = art.load(Path(config.artifact))
     parallel = get_parallel()
     params = art.shard(artifact, parallel.attn_tp_rank, parallel.attn_tp_size)
-    layers = kvc.layer_info
+    layers, plan, attention = kvc.layer_info, plan_of(kvc), None
+    if kvc.device != "cpu":
+        attention = decode_attention(kvc, plan)
+        plan = replace(plan, workspace_bytes=attention.num_bytes)
     return PoolSetup(
-        plan=plan_of(kvc),
+        plan=plan,
         codec=config.codec,
         params=params[layers.start_layer : layers.end_layer],
         artifact_id=artifact.id,
+        decode_attention=attention,
     )

@@ -123,7 +123,7 @@ class Cache:
         own = DecodeAttention(
             heads=self.kv_heads * self.group, kv_heads=self.kv_heads, head_dim=self.dim,
             dtype=torch.bfloat16, windows=self.windows, page_size=self.page,
-            max_batch=self.batch, scale=self.dim**-0.5, device=DEV, triton_only=triton_only,
+            max_batch=self.batch, device=DEV, triton_only=triton_only,
         )  # fmt: skip
         chosen, shape = own._shape(self.batch, 1)
         if form is not None:
@@ -138,26 +138,31 @@ class Cache:
 
     def calls(self, steps):
         return [
-            lambda i=i, s=s: s(self.view, self.q[i], self.table, self.out[i])
+            lambda i=i, s=s: s(self.view, self.q[i], self.table, self.out[i], scale=self.dim**-0.5)
             for i, s in enumerate(steps)
         ]
 
     def error(self, steps, requests: int = 2) -> float:
-        """Worst relative error of a few requests against float64; raises if it is not small."""
+        """Worst relative error of a few requests against float64; stops the run if it is not small.
+
+        Tensor cores truncate as they add, so a long sum of uniform weights over random values,
+        which cancel, loses relative (not absolute) accuracy: hence the second term.
+        """
         self.out.fill_(float("nan"))
         for call in self.calls(steps):
             call()
-        picks = [(0, 0), (self.copies - 1, self.batch - 1)][:requests]
         worst = 0.0
-        for copy, b in picks:
-            want = self._reference(int(self.rows[copy, b]), self.q[copy, b])
-            got = self.out[copy, b].double()
-            worst = max(worst, float((got - want).norm() / want.norm()))
-        if not worst < 5e-3 or not bool(self.out.isfinite().all()):
-            raise SystemExit(f"wrong result at {self.batch} x {self.context}: error {worst:.2e}")
+        for copy, b in [(0, 0), (self.copies - 1, self.batch - 1)][:requests]:
+            want, value_rms = self._reference(int(self.rows[copy, b]), self.q[copy, b])
+            off = (self.out[copy, b].double() - want).norm()
+            worst = max(worst, float(off / want.norm()))
+            if not off <= 3e-3 * want.norm() + 1e-4 * value_rms * want.numel() ** 0.5:
+                raise SystemExit(f"wrong at {self.batch} x {self.context}: error {worst:.2e}")
+        if not bool(self.out.isfinite().all()):
+            raise SystemExit(f"not every output was written at {self.batch} x {self.context}")
         return worst
 
-    def _reference(self, row: int, q: torch.Tensor) -> torch.Tensor:
+    def _reference(self, row: int, q: torch.Tensor) -> tuple[torch.Tensor, float]:
         n, hk = self.context, self.kv_heads
         k = torch.empty(n, hk, self.dim, device=DEV)
         v = torch.empty_like(k)
@@ -174,4 +179,4 @@ class Cache:
         for h in range(hk):
             weight = (q[h] @ k[:, h].double().T * self.dim**-0.5).softmax(-1)
             out.append(weight @ v[:, h].double() @ self.view.params.r_v[h].double().T)
-        return torch.cat(out)
+        return torch.cat(out), float(v.square().mean().sqrt())

@@ -63,6 +63,11 @@ def main(model: str, artifact: str, page_size: int) -> None:
         report[name] = {
             "codes": (packed != plain[0]).float().mean().item(),
             "meta": (meta != plain[1]).float().mean().item(),
+            # Neighbouring FP16 numbers of one sign are neighbouring integers.
+            "meta_ulp": (meta.view(torch.int16).int() - plain[1].view(torch.int16).int())
+            .abs()
+            .max()
+            .item(),
         }
     digest = [int(x.view(torch.uint8).long().sum()) for x in plain]
     print(json.dumps({"ways": report, "digest": digest}))

@@ -19,7 +19,7 @@ FORBIDDEN = {
     "calibration": {"sglang", "triton"},
 }
 # The only modules of ours that may import sglang at module level.
-GLUE = {"attention_backend.py", "memory_pool.py"}
+GLUE = {"attention_backend.py", "gpu_backend.py", "memory_pool.py", "sglang_stats.py"}
 
 
 def run(code: str, cwd: Path = ROOT, **env: str) -> str:

@@ -18,6 +18,7 @@ struct Args {
   const u16* ring_k;     // [R, n_recent, HK, D]
   const u16* ring_v;
   const int* table;      // [R, table_stride]
+  const float* r_v;      // [HK, D, D], for the merge kernel
   i64 table_stride;
   int batch, n_sink, n_recent, columns;
   float scale_log2, cap_log2;
@@ -408,6 +409,14 @@ DEV void prefetch_window(const Args& a, const Segment& s, int head, int chunk) {
   UNROLL for (int i = 0; i < D / 64; i++)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(base + at + 64 * i));
 }
+// The merge kernel reads R_V next: bring it into L2, a few lines a CTA.
+DEV void prefetch_rotation(const Args& a) {
+  constexpr int LINES = HK * D * D / 32;
+  const int ctas = gridDim.x * gridDim.y * gridDim.z;
+  const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  for (int i = cta * 32 + (int)threadIdx.x; threadIdx.x < 32 && i < LINES; i += ctas * 32)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.r_v + (i64)i * 32));
+}
 DEV i64 partial_at(const Args& a, int split, int b, int head, int col) {
   return ((i64)(split + b) * HK + head) * a.columns + col;
 }
@@ -429,6 +438,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
   }
   __syncthreads();
   release_next_kernel();
+  prefetch_rotation(a);
   int st = 0;
   u32 phase = 0;
   if (warp == 8) {                // plan, table and visible history are older than the last kernel
@@ -513,6 +523,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
   __syncwarp();
 #endif
   release_next_kernel();
+  prefetch_rotation(a);
   bool waited = false;
   int st = 0, issue_st = 0;
   u32 phase = 0;

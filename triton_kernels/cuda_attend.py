@@ -32,6 +32,7 @@ class _Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
             "o", "ml", "plan", "q", "blocks", "sink_k", "sink_v", "ring_k", "ring_v", "table",
+            "r_v",
         )),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batch", "n_sink", "n_recent", "columns")),
@@ -145,6 +146,7 @@ def attend(
     log2e = math.log2(math.e)
     args = _Args(
         *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),
+        view.params.r_v.data_ptr(),
         req_to_token.stride(0), part.batch, view.windows.n_sink,
         view.windows.n_recent, part.columns,
         scale * log2e, logit_cap * log2e,
@@ -159,6 +161,12 @@ def attend(
     kernel(grid, args, _stream(q_rot.device))
 
 
+def merge_rows(tokens: int, kv_heads: int, group: int, sms: int) -> int:
+    """Query heads a merge CTA finishes together: the fewest whose CTAs fit the device at once."""
+    heads = tokens * kv_heads * group
+    return 1 if heads <= sms else min(2 if heads <= 4 * sms else 4, group)
+
+
 def merge(
     part: Partials,
     view: LayerView,
@@ -170,7 +178,7 @@ def merge(
     assert out.dtype == view.sink_k.dtype and out.is_contiguous()
     group, tokens, heads = out.shape[1] // view.kv_heads, part.batch * max_q, view.kv_heads
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count
-    rows = 1 if tokens * heads * group <= 2 * sms else min(4, group)
+    rows = merge_rows(tokens, heads, group, sms)
     kernel = _merge_kernel(shape_defines(view, out.shape[1]), rows, out.device.index)
     slices = math.ceil(group / rows)
     args = _MergeArgs(

@@ -25,7 +25,10 @@ class _Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in ("stride_q", "stride_k", "stride_v")),
-        *((n, ctypes.c_int) for n in ("tokens", "n_sink", "n_recent", "k_rank", "v_rank")),
+        *(
+            (n, ctypes.c_int)
+            for n in ("tokens", "q_half", "n_sink", "n_recent", "k_rank", "v_rank")
+        ),
         *((name, ctypes.c_float) for name in ("k_ratio", "v_ratio")),
     ]
 
@@ -35,7 +38,7 @@ def supported(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> bool:
     return (
         q.is_cuda
         and view.head_dim in HEAD_DIMS
-        and q_rot.dtype == torch.float32
+        and (q_rot is None or q_rot.dtype in (torch.float32, q.dtype))
         and view.sink_k.dtype in (torch.bfloat16, torch.float16)
         and all(x.dtype == view.sink_k.dtype for x in (q, k, v))
         and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 for x in (q, k, v))
@@ -66,10 +69,12 @@ def store(view: LayerView, tokens: TokenBatch, q, k, v, q_rot, k_rule, v_rule) -
     kernel = _kernel(shape, (k_rule[2], v_rule[2]), feedback, dim, q.device.index)
     factor = params.factor if feedback else params.r_k
     args = _Args(
-        *(x.data_ptr() for x in (q, k, v, q_rot, params.r_k, params.r_v, factor)),
+        *(x.data_ptr() for x in (q, k, v)), None if q_rot is None else q_rot.data_ptr(),
+        *(x.data_ptr() for x in (params.r_k, params.r_v, factor)),
         *(x.data_ptr() for x in (*tokens, *view[2:])),
-        q.stride(0), k.stride(0), v.stride(0), n, view.windows.n_sink, view.windows.n_recent,
-        k_rule[1], v_rule[1], k_rule[0], v_rule[0],
+        q.stride(0), k.stride(0), v.stride(0),
+        n, int(q_rot is not None and q_rot.dtype != torch.float32),
+        view.windows.n_sink, view.windows.n_recent, k_rule[1], v_rule[1], k_rule[0], v_rule[0],
     )  # fmt: skip
     group = heads // view.kv_heads
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count

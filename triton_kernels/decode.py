@@ -1,6 +1,6 @@
 """Decode attention over the three segments: picks the CUDA or the Triton kernels, owns buffers.
 
-attention = DecodeAttention(...)              once per server
+attention = DecodeAttention(...)              once per server; buffers come with the first step
 step = attention.step(batch)                  once per batch size (CUDA graph)
 step.plan(rows, seq_lens, recent_start)       once per forward, all layers share it
 step(view, q_rot, req_to_token, out)          once per layer, after ``store.store``
@@ -27,21 +27,23 @@ class DecodeAttention:
 
     def __init__(
         self, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, windows,
-        page_size: int, max_batch: int, scale: float, device, max_q: int = 1,
-        logit_cap: float = 0.0, triton_only: bool = False,
+        page_size: int, max_batch: int, device, max_q: int = 1, triton_only: bool = False,
     ) -> None:  # fmt: skip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.windows, self.page_size, self.device = windows, page_size, torch.device(device)
-        self.scale, self.logit_cap = scale, logit_cap
         self.cuda = not triton_only and cuda_attend.supported(self.device, head_dim, dtype)
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         sizes = (self._shape(batch, max_q) for batch in range(1, max_batch + 1))
-        numel = max(portable.Partials.numel(*shape) for _, shape in sizes)
-        self._pool = torch.empty(numel, dtype=torch.float32, device=device)
+        self._numel = max(portable.Partials.numel(*shape) for _, shape in sizes)
+        self._pool: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self._pool.numel() * 4
+        """Bytes of the buffers, which ``allocate`` makes."""
+        return self._numel * 4
+
+    def allocate(self) -> None:
+        self._pool = torch.empty(self._numel, dtype=torch.float32, device=self.device)
 
     def _shape(self, batch: int, max_q: int):
         columns = max_q * (self.heads // self.kv_heads)
@@ -65,7 +67,9 @@ class DecodeAttention:
         key = (batch, max_q)
         if key not in self._steps:
             form, shape = self._shape(batch, max_q)
-            if portable.Partials.numel(*shape) > self._pool.numel():
+            if self._pool is None:
+                self.allocate()
+            if portable.Partials.numel(*shape) > self._numel:
                 raise ValueError(f"{batch} requests x {max_q} queries exceed the reserved buffers")
             part = portable.Partials(*shape, self.device, self._pool)
             self._steps[key] = DecodeStep(self, form, part, max_q)
@@ -96,6 +100,9 @@ class DecodeStep:
         req_to_token: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
+        *,
+        scale: float,
+        logit_cap: float = 0.0,
     ) -> torch.Tensor:
         """Attention of q_rot [T, H, D] float32 over everything stored, fresh tokens included.
 
@@ -103,9 +110,7 @@ class DecodeStep:
         """
         own, part = self._owner, self._part
         if own.cuda:
-            cuda_attend.attend(
-                self._form, part, view, q_rot, req_to_token, own.scale, own.logit_cap
-            )
+            cuda_attend.attend(self._form, part, view, q_rot, req_to_token, scale, logit_cap)
             return cuda_attend.merge(part, view, out, self._max_q, lse)
-        portable.attend(part, view, q_rot, req_to_token, own.scale, own.logit_cap)
+        portable.attend(part, view, q_rot, req_to_token, scale, logit_cap)
         return portable_merge(part, view, out, self._max_q, lse)

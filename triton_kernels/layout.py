@@ -115,8 +115,9 @@ class WindowLayout:
 class MemoryPlan:
     """What one rank allocates for the KV cache, in bytes, part by part.
 
-    ``itemsize`` is that of a window element (the model's dtype). ``codec_params`` are the
-    float32 ``[Hk, D, D]`` matrices a layer's codec keeps on the device.
+    ``itemsize`` is that of a window element (the model's dtype), ``scratch_itemsize`` that of a
+    materialised row. ``codec_params`` counts the float32 ``[Hk, D, D]`` matrices a layer's codec
+    keeps on the device; ``workspace_bytes`` are the kernels' own static buffers.
     """
 
     layers: int
@@ -126,7 +127,9 @@ class MemoryPlan:
     sink_cache_rows: int
     scratch_tokens: int
     itemsize: int
+    scratch_itemsize: int = 4
     codec_params: int = 3
+    workspace_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,7 +160,8 @@ class MemoryPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        return self.scratch_tokens * self.history.kv_heads * 2 * self.history.head_dim * 4
+        row = self.history.kv_heads * 2 * self.history.head_dim
+        return self.scratch_tokens * row * self.scratch_itemsize
 
     @property
     def codec_bytes(self) -> int:
@@ -168,7 +172,13 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Everything that does not grow with the number of slots."""
-        return self.window_bytes + self.sink_cache_bytes + self.scratch_bytes + self.codec_bytes
+        return (
+            self.window_bytes
+            + self.sink_cache_bytes
+            + self.scratch_bytes
+            + self.codec_bytes
+            + self.workspace_bytes
+        )
 
     def effective_bits(self, context: int) -> float:
         """Bits per K/V element of one request of ``context`` tokens: its own history rows plus

@@ -21,9 +21,9 @@ import triton.language as tl
 from .layout import WindowLayout
 
 WINDOW_TOKENS = tl.constexpr(16)
-WINDOW_COST = tl.constexpr(8)
+WINDOW_COST = tl.constexpr(4)
 TILE_TOKENS = tl.constexpr(32)
-MIN_UNITS = WINDOW_COST.value  # of a split, so that none is empty
+MIN_UNITS = 8  # of a split: more splits than that only lengthen the merge
 HEADER = tl.constexpr(8)
 FIELDS = tl.constexpr(8)
 SPLIT = tl.constexpr(16)
@@ -117,7 +117,7 @@ def plan_attend(
     rows, seq_lens  [B]    request rows, context lengths with the fresh tokens (0: inert)
     recent_start    [R]    ``WindowStore.recent_start``
     q_indptr        [B+1]  first query row of each request; None: one query each
-    min_units              least work of a split (short contexts use fewer splits)
+    min_units              least work of a split, at least WINDOW_COST
 
     The CUDA attend reads the plan before the kernel launched just before it has finished: at
     least one other kernel (``store``) must lie between the two.

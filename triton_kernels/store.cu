@@ -3,7 +3,8 @@
 //
 // A CTA owns one KV head of one part (K, V or the head's queries) and walks over tiles of 16 rows.
 // Phase 1, rotation: x is exact in 16 bits and R is the sum of three 16-bit matrices, so three MMAs
-// give float32 accuracy; warp w keeps the three fragments of 8 columns of R in registers.
+// give float32 accuracy (two for queries, which are not quantised); warp w keeps the fragments of 8
+// columns of R in registers.
 // Phase 2, one warp per row: range, codes, packing. Error feedback walks over blocks of VEC
 // channels: the lane that owns a block finds its codes, then all lanes apply its errors.
 // R and the factor never change, so they are loaded while the previous kernel still runs.
@@ -12,7 +13,7 @@ struct StoreArgs {
   const u16* q;          // [T, HK * G, D], token strides below
   const u16* k;          // [T, HK, D]
   const u16* v;
-  float* q_rot;          // [T, HK * G, D]
+  void* q_rot;           // [T, HK * G, D] float32, or the model's dtype (q_half), or null
   const float* r_k;      // [HK, D, D]
   const float* r_v;
   const float* factor;   // [HK, D, D] strictly upper triangular
@@ -29,7 +30,7 @@ struct StoreArgs {
   u16* cache_k;
   u16* cache_v;
   i64 stride_q, stride_k, stride_v;
-  int tokens, n_sink, n_recent, k_rank, v_rank;
+  int tokens, q_half, n_sink, n_recent, k_rank, v_rank;
   float k_ratio, v_ratio;   // half the shrink ratio
 };
 
@@ -44,38 +45,43 @@ constexpr float R_SCALE = 1.f;
 constexpr float R_SCALE = 4096.f;                     // keeps the low parts of R normal in FP16
 #endif
 
-struct RFragment { u32 part[3][KSTEPS][2]; };
+template <int PARTS> struct RFragment { u32 part[PARTS][KSTEPS][2]; };
+struct Rows { uint4 x[D / 32][2]; };                  // 16 rows as A operand
 
-DEV void split3(float x, float y, u32& a, u32& b, u32& c) {
-  a = pack_window(x, y);
-  float2 f = unpack_window(a);
-  x -= f.x, y -= f.y;
-  b = pack_window(x, y);
-  f = unpack_window(b);
-  c = pack_window(x - f.x, y - f.y);
-}
-// Columns col .. col + 7 of R; K order as in rotate_tile: a lane's 8 consecutive channels.
-DEV void load_r(RFragment& f, const float* r, int col, int g, int t) {
+// Columns col .. col + 7 of R; K order as in load_rows: a lane's 8 consecutive channels.
+template <int PARTS> DEV void load_r(RFragment<PARTS>& f, const float* r, int col, int g, int t) {
   UNROLL for (int s = 0; s < KSTEPS; s++)
     UNROLL for (int e = 0; e < 2; e++) {
       const float* p = r + (i64)(32 * (s >> 1) + 8 * t + 4 * (s & 1) + 2 * e) * D + col + g;
-      split3(p[0] * R_SCALE, p[D] * R_SCALE, f.part[0][s][e], f.part[1][s][e], f.part[2][s][e]);
+      float x = p[0] * R_SCALE, y = p[D] * R_SCALE;
+      UNROLL for (int i = 0; i < PARTS; i++) {
+        f.part[i][s][e] = pack_window(x, y);
+        const float2 taken = unpack_window(f.part[i][s][e]);
+        x -= taken.x, y -= taken.y;
+      }
     }
 }
-DEV void rotate_tile(float (&y)[4], const RFragment& f, const u16* row0, const u16* row1, int t) {
+DEV void load_rows(Rows& rows, const u16* row0, const u16* row1, int t) {
   const uint4 none = {0, 0, 0, 0};
-  uint4 x[D / 32][2];
   UNROLL for (int r = 0; r < D / 32; r++) {
-    x[r][0] = row0 ? *reinterpret_cast<const uint4*>(row0 + 32 * r + 8 * t) : none;
-    x[r][1] = row1 ? *reinterpret_cast<const uint4*>(row1 + 32 * r + 8 * t) : none;
+    rows.x[r][0] = row0 ? *reinterpret_cast<const uint4*>(row0 + 32 * r + 8 * t) : none;
+    rows.x[r][1] = row1 ? *reinterpret_cast<const uint4*>(row1 + 32 * r + 8 * t) : none;
   }
-  y[0] = y[1] = y[2] = y[3] = 0.f;
-  UNROLL for (int p = 2; p >= 0; p--)                 // small terms first
-    UNROLL for (int r = 0; r < D / 32; r++) {
-      mma_window(y, x[r][0].x, x[r][1].x, x[r][0].y, x[r][1].y, f.part[p][2 * r][0], f.part[p][2 * r][1]);
-      mma_window(y, x[r][0].z, x[r][1].z, x[r][0].w, x[r][1].w, f.part[p][2 * r + 1][0], f.part[p][2 * r + 1][1]);
+}
+template <int PARTS> DEV void rotate_rows(float (&y)[4], const RFragment<PARTS>& f, const Rows& rows) {
+  float sum[PARTS][4];                                // independent chains, small terms added first
+  UNROLL for (int p = 0; p < PARTS; p++) sum[p][0] = sum[p][1] = sum[p][2] = sum[p][3] = 0.f;
+  UNROLL for (int r = 0; r < D / 32; r++)
+    UNROLL for (int p = 0; p < PARTS; p++) {
+      const uint4 u = rows.x[r][0], v = rows.x[r][1];
+      mma_window(sum[p], u.x, v.x, u.y, v.y, f.part[p][2 * r][0], f.part[p][2 * r][1]);
+      mma_window(sum[p], u.z, v.z, u.w, v.w, f.part[p][2 * r + 1][0], f.part[p][2 * r + 1][1]);
     }
-  UNROLL for (int e = 0; e < 4; e++) y[e] *= 1.f / R_SCALE;
+  UNROLL for (int e = 0; e < 4; e++) {
+    y[e] = sum[PARTS - 1][e];
+    UNROLL for (int p = PARTS - 2; p >= 0; p--) y[e] += sum[p][e];
+    y[e] *= 1.f / R_SCALE;
+  }
 }
 
 // ---- one warp, one row: lane l holds channels VEC * l .. + VEC - 1
@@ -185,16 +191,16 @@ DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], 
 
 template <bool KEY> DEV void store_row(const StoreArgs& a, int head, int token, const float* y_row, const float* factor) {
   const int lane = threadIdx.x & 31;
-  const i64 slot = a.slots[token];
+  const i64 slot = a.slots[token], row = a.rows[token], pos = a.positions[token];
+  const i64 end = a.ends[token], cached = a.cache_index[token];
   if (slot < 0) return;
-  const i64 row = a.rows[token], pos = a.positions[token], cached = a.cache_index[token];
   Row y;
   load_shared<VEC>(y.v, y_row + lane * VEC);
   u16* sink = KEY ? a.sink_k : a.sink_v;
   u16* ring = KEY ? a.ring_k : a.ring_v;
   u16* cache = KEY ? a.cache_k : a.cache_v;
   if (pos < a.n_sink) write_model_row(sink + ((row * a.n_sink + pos) * HK + head) * D, y);
-  if (pos >= a.ends[token] - a.n_recent)
+  if (pos >= end - a.n_recent)
     write_model_row(ring + ((row * a.n_recent + pos % a.n_recent) * HK + head) * D, y);
   if (cached >= 0) write_model_row(cache + (cached * HK + head) * D, y);
   float step, lo;
@@ -207,50 +213,87 @@ template <bool KEY> DEV void store_row(const StoreArgs& a, int head, int token, 
   write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, step, lo);
 }
 
-extern "C" __global__ __launch_bounds__(WARPS * 32, 1) void store(const __grid_constant__ StoreArgs a) {
-  extern __shared__ __align__(128) u8 smem[];
-  float* y_tile = reinterpret_cast<float*>(smem);               // [ROWS][Y_STRIDE]
-  float* factor = y_tile + ROWS * Y_STRIDE;                     // [D][D], K only
-  const int head = blockIdx.y, part = blockIdx.z;               // part 0: K, 1: V, 2: queries
+// ---- the parts; tiles blockIdx.x, + gridDim.x, ...; the next tile's rows travel meanwhile
+template <bool KEY> DEV void store_part(const StoreArgs& a, float* y_tile, float* factor) {
+  const int head = blockIdx.y, tiles = div_up(a.tokens, ROWS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int rows = part == 2 ? a.tokens * G : a.tokens, tiles = div_up(rows, ROWS);
-  release_next_kernel();
   if (blockIdx.x >= tiles) return;
-  if (part == 0 && FEEDBACK) {
+  if (KEY && FEEDBACK) {
     const float* src = a.factor + (i64)head * D * D;
     for (int i = threadIdx.x * 4; i < D * D; i += WARPS * 32 * 4) copy16(smem_addr(factor + i), src + i);
   }
   const bool rotates = warp < D / 8;
-  RFragment r;
-  if (rotates) load_r(r, (part == 1 ? a.r_v : a.r_k) + (i64)head * D * D, warp * 8, g, t);
+  RFragment<3> r;
+  if (rotates) load_r(r, (KEY ? a.r_k : a.r_v) + (i64)head * D * D, warp * 8, g, t);
   wait_previous_kernel();
+  Rows rows;
+  auto fetch = [&](int tile) {
+    const u16* src[2];
+    UNROLL for (int e = 0; e < 2; e++) {
+      const int i = tile * ROWS + g + 8 * e;
+      src[e] = i < a.tokens ? (KEY ? a.k + i * a.stride_k : a.v + i * a.stride_v) + head * D : nullptr;
+    }
+    load_rows(rows, src[0], src[1], t);
+  };
+  if (rotates) fetch(blockIdx.x);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     if (rotates) {
-      const u16* src[2];
-      UNROLL for (int e = 0; e < 2; e++) {
-        const int i = tile * ROWS + g + 8 * e;
-        if (i >= rows) src[e] = nullptr;
-        else if (part == 2) src[e] = a.q + (i / G) * a.stride_q + (head * G + i % G) * D;
-        else src[e] = (part == 0 ? a.k + i * a.stride_k : a.v + i * a.stride_v) + head * D;
-      }
       float y[4];
-      rotate_tile(y, r, src[0], src[1], t);
-      UNROLL for (int e = 0; e < 2; e++) {
-        const int i = tile * ROWS + g + 8 * e, c = warp * 8 + 2 * t;
-        const float2 pair = make_float2(y[2 * e], y[2 * e + 1]);
-        if (part != 2) *reinterpret_cast<float2*>(y_tile + (g + 8 * e) * Y_STRIDE + c) = pair;
-        else if (i < rows)
-          *reinterpret_cast<float2*>(a.q_rot + ((i64)(i / G) * (HK * G) + head * G + i % G) * D + c) = pair;
-      }
+      rotate_rows(y, r, rows);
+      UNROLL for (int e = 0; e < 2; e++)
+        *reinterpret_cast<float2*>(y_tile + (g + 8 * e) * Y_STRIDE + warp * 8 + 2 * t) =
+            make_float2(y[2 * e], y[2 * e + 1]);
+      fetch(tile + gridDim.x);
     }
-    if (part == 2) continue;
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     const int token = tile * ROWS + warp;
-    if (warp < ROWS && token < a.tokens) {
-      if (part == 0) store_row<true>(a, head, token, y_tile + warp * Y_STRIDE, factor);
-      else store_row<false>(a, head, token, y_tile + warp * Y_STRIDE, nullptr);
-    }
+    if (warp < ROWS && token < a.tokens) store_row<KEY>(a, head, token, y_tile + warp * Y_STRIDE, factor);
     __syncthreads();
   }
+}
+DEV void query_part(const StoreArgs& a) {
+  const int head = blockIdx.y, n = a.tokens * G, tiles = div_up(n, ROWS);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if (a.q_rot == nullptr || blockIdx.x >= tiles || warp >= D / 8) return;
+  RFragment<2> r;
+  load_r(r, a.r_k + (i64)head * D * D, warp * 8, g, t);
+  wait_previous_kernel();
+  auto fetch = [&](Rows& rows, int tile) {
+    const u16* src[2];
+    UNROLL for (int e = 0; e < 2; e++) {
+      const int i = tile * ROWS + g + 8 * e;
+      src[e] = i < n ? a.q + (i / G) * a.stride_q + (head * G + i % G) * D : nullptr;
+    }
+    load_rows(rows, src[0], src[1], t);
+  };
+  auto finish = [&](const Rows& rows, int tile) {
+    float y[4];
+    rotate_rows(y, r, rows);
+    UNROLL for (int e = 0; e < 2; e++) {
+      const int i = tile * ROWS + g + 8 * e;
+      if (i >= n) continue;
+      const i64 at = ((i64)(i / G) * (HK * G) + head * G + i % G) * D + warp * 8 + 2 * t;
+      if (a.q_half) reinterpret_cast<u32*>(a.q_rot)[at / 2] = pack_window(y[2 * e], y[2 * e + 1]);
+      else reinterpret_cast<float2*>(a.q_rot)[at / 2] = make_float2(y[2 * e], y[2 * e + 1]);
+    }
+  };
+  Rows even, odd;
+  fetch(even, blockIdx.x);
+  for (int tile = blockIdx.x; tile < tiles; tile += 2 * gridDim.x) {
+    fetch(odd, tile + gridDim.x);
+    finish(even, tile);
+    fetch(even, tile + 2 * gridDim.x);
+    finish(odd, tile + gridDim.x);
+  }
+}
+
+extern "C" __global__ __launch_bounds__(WARPS * 32, 1) void store(const __grid_constant__ StoreArgs a) {
+  extern __shared__ __align__(128) u8 smem[];
+  float* y_tile = reinterpret_cast<float*>(smem);               // [ROWS][Y_STRIDE]
+  float* factor = y_tile + ROWS * Y_STRIDE;                     // [D][D], K only
+  release_next_kernel();
+  if (blockIdx.z == 0) store_part<true>(a, y_tile, factor);
+  else if (blockIdx.z == 1) store_part<false>(a, y_tile, factor);
+  else query_part(a);
 }

@@ -152,14 +152,14 @@ def store(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    q_rot: torch.Tensor,
+    q_rot: torch.Tensor | None,
     triton_only: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Write one layer's fresh rows everywhere they belong; returns q_rot.
 
     q        [T, H, D]   any float dtype, not rotated; only the token stride is free, so views
     k, v     [T, Hk, D]  into a fused qkv output are read in place
-    q_rot    [T, H, D]   contiguous, any float dtype: receives q @ R_K
+    q_rot    [T, H, D]   contiguous, receives q @ R_K: float32 for ``attend``; None skips it
     """
     tokens_n, heads, dim = q.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -174,9 +174,10 @@ def store(
     (k_ratio, k_rank, k_is_rank), (v_ratio, v_rank, v_is_rank) = k_rule, v_rule
     feedback = view.spec.k_feedback
     group = heads // kv_heads
-    grid = (triton.cdiv(tokens_n, _TOKENS), kv_heads, 2 + group)
+    grid = (triton.cdiv(tokens_n, _TOKENS), kv_heads, 2 + (group if q_rot is not None else 0))
     _store_kernel[grid](
-        q, k, v, q_rot, params.r_k, params.r_v, params.factor if feedback else params.r_k,
+        q, k, v, q if q_rot is None else q_rot,
+        params.r_k, params.r_v, params.factor if feedback else params.r_k,
         *tokens, view.blocks.view(torch.uint16), *view[3:],
         tokens_n, q.stride(0), k.stride(0), v.stride(0),
         view.windows.n_sink, view.windows.n_recent,

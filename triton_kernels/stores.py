@@ -20,6 +20,14 @@ def nbytes(*tensors: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+class LayerStack(list):
+    """One tensor per layer, all views of ``stack`` [L, ...]: a kernel can reach every layer."""
+
+    def __init__(self, layers: int, shape: tuple[int, ...], dtype, device) -> None:
+        self.stack = torch.zeros((layers, *shape), dtype=dtype, device=device)
+        super().__init__(self.stack.unbind(0))
+
+
 class HistoryStore:
     """Packed rows of all slots.
 
@@ -30,7 +38,7 @@ class HistoryStore:
         self.layout = layout
         self.num_slots = num_slots
         shape = (layout.num_blocks(num_slots), layout.kv_heads, layout.block_bytes)
-        self.blocks = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layers)]
+        self.blocks = LayerStack(layers, shape, torch.uint8, device)
 
     @property
     def num_bytes(self) -> int:
@@ -79,9 +87,9 @@ class WindowStore:
     ) -> None:
         self.windows = windows
 
-        def alloc(n: int) -> list[torch.Tensor]:
+        def alloc(n: int) -> LayerStack:
             shape = (rows, n, history.kv_heads, history.head_dim)
-            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+            return LayerStack(layers, shape, dtype, device)
 
         self.sink_k, self.sink_v = alloc(windows.n_sink), alloc(windows.n_sink)
         self.recent_k, self.recent_v = alloc(windows.n_recent), alloc(windows.n_recent)
@@ -135,8 +143,8 @@ class SinkCache:
 
     def __init__(self, history: HistoryLayout, layers: int, cache_rows: int, dtype, device) -> None:
         shape = (cache_rows, history.kv_heads, history.head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.k = LayerStack(layers, shape, dtype, device)
+        self.v = LayerStack(layers, shape, dtype, device)
         self.tag = torch.full((cache_rows,), -1, dtype=torch.int64, device=device)
 
     @property

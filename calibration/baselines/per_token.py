@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..hadamard import hadamard
 from ..method import Side
 from .bits import affine, affine_codes, affine_values, pack_bits, unpack_bits

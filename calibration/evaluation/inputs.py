@@ -19,17 +19,14 @@ from .units import ROWS, Induction, Recall, Text, Unit
 
 @dataclass(frozen=True)
 class Inputs:
-    """Units in the order they run, and a hash over all their ids."""
+    """Units in the order they run."""
 
     units: list[Unit]
 
     @property
-    def hash(self) -> str:
-        digest = hashlib.sha256()
-        for unit in self.units:
-            digest.update(unit.key.encode())
-            digest.update(unit.ids.numpy().tobytes())
-        return digest.hexdigest()[:16]
+    def hashes(self) -> dict[str, str]:
+        """16 hex digits over the ids of every unit, by key."""
+        return {u.key: hashlib.sha256(u.ids.numpy().tobytes()).hexdigest()[:16] for u in self.units}
 
 
 def load_inputs(
@@ -93,7 +90,10 @@ def _recall(path: Path) -> list[Recall]:
                 int(e["context"]),
                 int(e["facts"]),
                 torch.tensor(e["document"]),
-                [(torch.tensor(q["prompt"]), torch.tensor(q["answer_ids"])) for q in e["questions"]],
+                [
+                    (torch.tensor(q["prompt"]), torch.tensor(q["answer_ids"]))
+                    for q in e["questions"]
+                ],
             )
             for i, e in enumerate(entries)
         ]

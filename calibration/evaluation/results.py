@@ -6,31 +6,21 @@ import math
 import statistics
 from typing import Any
 
-from ..methods import Job
-from .run import EXACT, Record
+from .run import Record
 
 _MEANS = ("kl", "top1", "nll", "dnll", "agree")
 
 
-def results(record: Record, jobs: list[Job]) -> list[dict[str, Any]]:
-    """Means over documents. Fields: codec, method, sink, recent, context, documents, bits, kl,
-    top1, nll, dnll, perplexity, agree, induct, recall {context: accuracy}, layer_error [L],
+def results(record: Record) -> list[dict[str, Any]]:
+    """Means over documents. Fields: codec, method, sink, recent, swept, context, documents, bits,
+    kl, top1, nll, dnll, perplexity, agree, induct, recall {context: accuracy}, layer_error [L],
     head_error [L][H]; induct and recall are those of the codec, whatever the context."""
     contexts = sorted({int(k.split("/")[1]) for k in record.items if k.startswith("text/")})
     found = []
-    for job in (EXACT, *jobs):
-        shared = {
-            "codec": job.label,
-            "method": job.method.name if job.method else "exact",
-            "sink": job.n_sink,
-            "recent": job.n_recent,
-            **_induction(record, job.label),
-            **_recall(record, job.label),
-        }
-        rows = [shared | _text(record, job.label, c) for c in contexts] or [
-            shared | {"context": None, "bits": _bits(record, job.label, "")}
-        ]
-        found += rows
+    for label, job in record.jobs.items():
+        shared = {"codec": label, **job, **_induction(record, label), **_recall(record, label)}
+        rows = [shared | text for c in contexts if (text := _text(record, label, c))]
+        found += rows or [shared | {"context": None, "bits": _bits(record, label, "")}]
     return found
 
 
@@ -50,9 +40,9 @@ def _bits(record: Record, label: str, prefix: str) -> float | None:
 def _text(record: Record, label: str, context: int) -> dict[str, Any]:
     prefix = f"text/{context}/"
     items = _items(record, label, prefix)
-    row: dict[str, Any] = {"context": context, "documents": len(items)}
     if not items:
-        return row
+        return {}
+    row: dict[str, Any] = {"context": context, "documents": len(items)}
     row["bits"] = _bits(record, label, prefix)
     for name in _MEANS:
         if name in items[0]:

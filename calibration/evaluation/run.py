@@ -19,7 +19,7 @@ from .inputs import Inputs
 from .profile import profile
 from .units import Text
 
-EXACT = Job("exact", None, 0, 0)
+EXACT = Job("exact", None, 0, 0)  # the cache as it is: what the others are compared with
 
 # (label, unit key, figures) of a finished item, with (done, total) items
 Report = Callable[[str, str, dict[str, Any], int, int], None]
@@ -27,33 +27,46 @@ Report = Callable[[str, str, dict[str, Any], int, int], None]
 
 @dataclass
 class Record:
-    """Figures by unit key and job label, mirrored in a JSON file after every item."""
+    """Figures by unit key and job label, mirrored in a JSON file after every item.
+
+    setup   what has to agree with an earlier run for its items to be used
+    hashes  of the ids of every unit, by key
+    jobs    method and windows by label, of this run and earlier ones
+    """
 
     setup: dict[str, Any]
     path: Path | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     items: dict[str, dict[str, dict]] = field(default_factory=dict)
     profile: dict[str, Any] | None = None
 
     @classmethod
-    def resume(cls, setup: dict[str, Any], path: Path | None) -> Record:
-        """Continue what ``path`` holds if it was made with the same ``setup``."""
-        record = cls(setup, path)
+    def resume(cls, setup: dict[str, Any], path: Path | None, hashes: dict[str, str]) -> Record:
+        """Continue what ``path`` holds if it was made with the same ``setup`` and documents; its
+        contexts and codecs may be others."""
         if path is None or not path.exists():
-            return record
+            return cls(setup, path, hashes)
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
-            items, before = old["items"], old["setup"]
+            before, documents = old["setup"], old["hashes"]
+            jobs, items = dict(old["jobs"]), dict(old["items"])
         except (ValueError, KeyError, TypeError):
             raise CalibrationError(
                 f"{path}: exists and is not an evaluation of oscar-sglang; choose another file"
             ) from None
-        if changed := [k for k in setup if before.get(k) != setup[k]]:
+        changed = [(k, before.get(k), v) for k, v in setup.items() if before.get(k) != v]
+        changed += [
+            (f"document {k}", documents[k], v)
+            for k, v in hashes.items()
+            if documents.get(k, v) != v
+        ]
+        for name, was, now in changed[:1]:
             raise CalibrationError(
-                f"{path}: holds an evaluation with another {changed[0]} ({before.get(changed[0])!r}"
-                f", now {setup[changed[0]]!r}); delete it or choose another file"
+                f"{path}: holds an evaluation with another {name} ({was!r}, now {now!r}); delete "
+                "it or choose another file"
             )
-        record.items, record.profile = items, old.get("profile")
-        return record
+        return cls(setup, path, documents | hashes, jobs, items, old.get("profile"))
 
     def has(self, key: str, label: str) -> bool:
         return label in self.items.get(key, {})
@@ -65,7 +78,9 @@ class Record:
     def save(self, **more: Any) -> None:
         if self.path is None:
             return
-        content = {"setup": self.setup, **more, "profile": self.profile, "items": self.items}
+        content = {"setup": self.setup, **more}
+        for name in ("profile", "hashes", "jobs", "items"):
+            content[name] = getattr(self, name)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
         os.replace(temporary, self.path)
@@ -83,6 +98,7 @@ def run(
     """Fill ``record``. ``moments`` is called once, if a method has still to be fitted; ``fitted``
     gives parameters that need no fitting (those of an artifact) by method name."""
     jobs = [EXACT, *jobs]
+    record.jobs |= {job.label: job.windows() for job in jobs}
     params = dict(fitted or {})
     total, done = len(jobs) * len(inputs.units), 0
     for unit in inputs.units:

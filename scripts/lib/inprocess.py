@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from oscar_sglang.launch_server import enter_cpu_mode
+
+enter_cpu_mode()  # before anything imports transformers or sglang
+
 
 @dataclass
 class Request:
@@ -23,9 +27,6 @@ class Runner:
     """``Runner(model_dir, codec=..., **flags)``; flags are SGLang's, in Python spelling."""
 
     def __init__(self, model_dir, artifact, *, max_total_tokens=8192, rows=9, **flags):
-        from oscar_sglang.launch_server import enter_cpu_mode
-
-        enter_cpu_mode()
         torch.set_num_threads(1)
         from sglang.benchmark import one_batch
         from sglang.srt.plugins import load_plugins
@@ -48,6 +49,7 @@ class Runner:
             **flags,
         )
         set_global_server_args_for_scheduler(args)
+        one_batch.get_tokenizer = lambda *_args, **_kwargs: None  # token ids only
         loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = loaded.torch_runner
         self.pool = self.runner.token_to_kv_pool

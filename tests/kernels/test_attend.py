@@ -78,3 +78,29 @@ def test_padding_rows_are_inert(lab, rms, run):
     x.rows[1] = 0
     out, _, want, _ = run(x, [80, 1])
     assert rms(out[:1], want[:1]) < 2e-3
+
+
+@pytest.mark.parametrize("max_q", [1, 3])
+def test_decode_attention_facade(lab, rms, max_q):
+    from oscar_sglang.kernels.decode import DecodeAttention
+
+    lens = (70, 9)
+    x = lab(lens=lens)
+    x.fill(lens)
+    heads = x.kv_heads * x.group
+    attention = DecodeAttention(
+        heads=heads, kv_heads=x.kv_heads, head_dim=x.dim, dtype=x.dtype, windows=x.windows,
+        page_size=16, max_batch=3, max_q=max_q, device=x.device, triton_only=True,
+    )  # fmt: skip
+    step = attention.step(2, max_q)
+    indptr = torch.tensor([0, max_q, 2 * max_q], device=x.device)
+    seq_lens = torch.tensor(lens, device=x.device)
+    step.plan(x.rows, seq_lens, x.seg.windows.recent_start, indptr if max_q > 1 else None)
+    q = torch.randn(2 * max_q, heads, x.dim, device=x.device)
+    out = torch.empty_like(q)
+    step(x.view(), q, x.req_to_token, out, scale=0.125)
+    for b, n in enumerate(lens):
+        mine = slice(b * max_q, (b + 1) * max_q)
+        assert rms(out[mine], x.attention(b, q[mine], n, 0.125)[0]) < 2e-3
+    with pytest.raises(ValueError, match="exceed"):
+        attention.step(200, max_q)

@@ -125,7 +125,7 @@ def test_one_graph_serves_changing_lengths(lab, rms):
     scale = 128**-0.5
     attention = DecodeAttention(
         heads=32, kv_heads=8, head_dim=128, dtype=x.dtype, windows=x.windows, page_size=16,
-        max_batch=4, scale=scale, device=x.device,
+        max_batch=4, device=x.device,
     )  # fmt: skip
     assert attention.cuda
     step = attention.step(4)
@@ -136,7 +136,7 @@ def test_one_graph_serves_changing_lengths(lab, rms):
     def forward():
         step.plan(x.rows, seq, x.seg.windows.recent_start)
         rotated.copy_(q)
-        step(x.view(), rotated, x.req_to_token, out)
+        step(x.view(), rotated, x.req_to_token, out, scale=scale)
 
     forward()
     graph = torch.cuda.CUDAGraph()

@@ -80,7 +80,7 @@ def test_store_matches_the_reference(lab, rms, triton_only, codec_name, dim, pag
     store(x.view(), tokens, q, k, v, q_rot, triton_only)
     params = x.seg.params[0]
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
-    assert rms(q_rot, codec.rotate(q, params.r_k)) < 2e-6
+    assert rms(q_rot, codec.rotate(q, params.r_k)) < 3e-5  # queries: two 16-bit parts of R
     k_rows, v_rows = x.seg.history.read(0, tokens.slots)
     assert_codes(x, k_rot, k_rows, x.seg.spec.k_range, params.factor)
     assert_codes(x, v_rot, v_rows, x.seg.spec.v_range, None)
@@ -142,6 +142,19 @@ def test_untouched_memory(lab, triton_only):
     ring = x.seg.windows.recent_k[0]
     written = ring.isfinite().all(-1).all(-1).nonzero().tolist()
     assert written == [[1, p % 32] for p in (20, 22, 23)]
+
+
+def test_queries_can_be_skipped(lab, triton_only):
+    """Without q_rot the same bytes are written."""
+    x = lab(lens=(20,), dim=64)
+    tokens = batch_of(x, [(0, 0, 20)])
+    q, k, v = fused_qkv(x, 20)
+    q_rot = torch.empty(q.shape, device=x.device)
+    store(x.view(), tokens, q, k, v, q_rot, triton_only)
+    blocks = x.seg.history.blocks[0].clone()
+    x.seg.history.blocks[0].fill_(0xFF)
+    assert store(x.view(), tokens, q, k, v, None, triton_only) is None
+    assert torch.equal(x.seg.history.blocks[0], blocks)
 
 
 @pytest.mark.parametrize("codec_name", ["feedback", "oscar"])

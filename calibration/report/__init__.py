@@ -1,0 +1,1 @@
+"""The evaluation as one HTML file: no scripts, no fonts, nothing loaded from anywhere."""

@@ -1,0 +1,117 @@
+"""``oscar-sglang inspect | verify | import-zoo | export``: the life of an artifact."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .console import layer_table, positive, print_warnings, progress_bar, writable
+
+
+def add(commands) -> None:
+    p = commands.add_parser("inspect", help="check an artifact and print what it holds")
+    p.add_argument("file", metavar="FILE")
+    p.set_defaults(run=run_inspect)
+
+    p = commands.add_parser("verify", help="does an artifact fit a model, is its error reproduced")
+    p.add_argument("file", metavar="FILE")
+    p.add_argument("--model", required=True, metavar="DIR", help="local model directory")
+    p.add_argument("--data", default="random", metavar="SOURCE", help="as for calibrate")
+    p.add_argument("--tokens", type=positive, default=4096, help="tokens to run (default 4096)")
+    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument("--seed", type=int, default=1, help="of the random ids (default 1)")
+    p.set_defaults(run=run_verify)
+
+    p = commands.add_parser("import-zoo", help="make an artifact from published OSCAR rotations")
+    p.add_argument("k", metavar="K.pt", type=Path, help="rotations of K")
+    p.add_argument("v", metavar="V.pt", type=Path, help="rotations of V")
+    p.add_argument("--model", required=True, metavar="DIR", help="the model they were made for")
+    p.add_argument("--out", required=True, metavar="FILE", help="artifact to write (.safetensors)")
+    p.set_defaults(run=run_import)
+
+    p = commands.add_parser("export", help="write an artifact's rotations as RotationZoo files")
+    p.add_argument("file", metavar="FILE")
+    p.add_argument("--k", required=True, metavar="K.pt", type=Path)
+    p.add_argument("--v", required=True, metavar="V.pt", type=Path)
+    p.set_defaults(run=run_export)
+
+
+def run_inspect(args: argparse.Namespace, console: Console) -> None:
+    """Validate an artifact and print its contents, provenance and errors per layer."""
+    import dataclasses
+
+    from .. import artifact as art
+
+    artifact = art.load(args.file)
+    rows = {"file": args.file, "id": artifact.id, "codec": artifact.codec}
+    rows["codec means"] = artifact.spec.summary
+    rows |= dataclasses.asdict(artifact.fingerprint)
+    rows |= {f"options.{k}": v for k, v in artifact.options.items()}
+    hidden = ("layers", "warnings")
+    rows |= {k: v for k, v in artifact.provenance.items() if k not in hidden}
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    console.print(table)
+    if artifact.provenance.get("layers"):
+        console.print(layer_table(artifact))
+    print_warnings(artifact.provenance.get("warnings", []), console)
+
+
+def run_verify(args: argparse.Namespace, console: Console) -> int:
+    """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
+    from .. import artifact as art
+    from ..calibration.verify import verify
+
+    artifact = art.load(args.file)
+    with progress_bar(console) as progress:
+        found = verify(
+            artifact,
+            Path(args.model),
+            args.data,
+            args.tokens,
+            device=args.device,
+            seed=args.seed,
+            progress=progress,
+        )
+    table = Table(title=f"{args.file}: relative error, recorded and on {found.sample}")
+    for name in ("layer", "K recorded", "K now", "V recorded", "V now"):
+        table.add_column(name, justify="right")
+    for row in found.rows:
+        cells = ("-" if e is None else f"{e:.2%}" for e in row.errors)
+        table.add_row(str(row.layer), *cells, style="" if row.ok else "red")
+    console.print(table)
+    style = "green" if found.ok else "red"
+    console.print(found.verdict, style=style, soft_wrap=True, highlight=False)
+    return 0 if found.ok else 1
+
+
+def run_import(args: argparse.Namespace, console: Console) -> None:
+    from ..calibration.zoo import import_zoo
+
+    out = writable(Path(args.out), "--out")
+    artifact = import_zoo(args.k, args.v, Path(args.model))
+    artifact.save(out)
+    print_warnings(artifact.provenance["warnings"], console)
+    console.print(
+        f"wrote {out}: codec oscar, {len(artifact.layers)} layers, id {artifact.id}; check it "
+        f"with: oscar-sglang verify {out} --model {args.model}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def run_export(args: argparse.Namespace, console: Console) -> None:
+    from .. import artifact as art
+    from ..calibration.zoo import export_zoo
+
+    artifact = art.load(args.file)
+    for path, what in ((args.k, "--k"), (args.v, "--v")):
+        writable(path, what)
+    export_zoo(artifact, args.k, args.v)
+    if artifact.spec.k_feedback:
+        print_warnings(["the files hold rotations only; feedback factors are left out"], console)
+    console.print(f"wrote {args.k} and {args.v} (format 2)", soft_wrap=True, highlight=False)

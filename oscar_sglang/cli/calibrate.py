@@ -1,0 +1,65 @@
+"""``oscar-sglang calibrate``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from ..config import CODEC_NAMES
+from .console import layer_table, peak_memory, positive, print_warnings, progress_bar, writable
+
+
+def add(commands) -> None:
+    p = commands.add_parser("calibrate", help="fit a codec to a model and write an artifact")
+    p.add_argument("--model", required=True, metavar="DIR", help="local model directory")
+    p.add_argument("--out", required=True, metavar="FILE", help="artifact to write (.safetensors)")
+    p.add_argument("--codec", default="feedback", choices=CODEC_NAMES)
+    p.add_argument(
+        "--data",
+        default="random",
+        metavar="SOURCE",
+        help="random (default), a UTF-8 text file, or NPZ:KEY with token ids",
+    )
+    p.add_argument("--tokens", type=positive, default=8192, help="tokens to run (default 8192)")
+    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
+    p.add_argument(
+        "--engine",
+        default="transformers",
+        choices=("transformers", "sglang"),
+        help="what runs the model; sglang for checkpoints transformers cannot hold (FP8, AWQ)",
+    )
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Calibrate, write the artifact, print what was chosen."""
+    if args.engine == "sglang" and args.device == "cpu":
+        from ..launch_server import enter_cpu_mode
+
+        enter_cpu_mode()  # before anything imports transformers
+    from ..calibration import calibrate
+
+    out = writable(Path(args.out), "--out")
+    with progress_bar(console) as progress:
+        artifact = calibrate(
+            args.model,
+            args.codec,
+            args.data,
+            args.tokens,
+            device=args.device,
+            seed=args.seed,
+            progress=progress,
+            engine=args.engine,
+        )
+    artifact.save(out)
+    console.print(layer_table(artifact))
+    print_warnings(artifact.provenance["warnings"], console)
+    console.print(
+        f"wrote {out} ({out.stat().st_size / 2**20:.1f} MiB, id {artifact.id}) in "
+        f"{artifact.provenance['seconds']} s; peak memory {peak_memory(args.device)}",
+        soft_wrap=True,
+        highlight=False,
+    )

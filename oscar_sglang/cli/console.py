@@ -1,0 +1,96 @@
+"""What several commands print: progress bars, the per-layer table, warnings; argument types."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+@contextmanager
+def progress_bar(console: Console):
+    """Yields ``report(stage, done, total)``; each stage replaces the one before."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks = {"": bar.add_task("loading the model", total=None)}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    bar.update(task, visible=False)
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def peak_memory(device: str) -> str:
+    """Peak resident memory of this process, and of the GPU."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    text = f"{peak / 2**30:.2f} GiB"
+    if device.startswith("cuda"):
+        import torch
+
+        text += f", GPU {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
+    return text
+
+
+def layer_table(artifact) -> Table:
+    """One row a layer; errors are relative, mean over heads, on held-back rows."""
+    table = Table(title=f"{artifact.codec}: relative error on held-back tokens")
+    for name in ("layer", "K basis of each head", "K error", "plain rounding", "V error"):
+        table.add_column(name, justify="left" if name.startswith("K b") else "right")
+    for i, layer in enumerate(artifact.provenance["layers"]):
+        chosen = [layer["k_error"][b][h] for h, b in enumerate(layer["k_basis"])]
+        means = (sum(v) / len(v) for v in (chosen, layer["k_error_plain"], layer["v_error"]))
+        table.add_row(str(i), runs(layer["k_basis"]), *(f"{m:.2%}" for m in means))
+    return table
+
+
+def runs(names: list[str]) -> str:
+    """``ktk x3, mean x1``."""
+    return ", ".join(f"{n} x{names.count(n)}" for n in dict.fromkeys(names))
+
+
+def print_warnings(warnings: list[str], console: Console) -> None:
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)
+
+
+def writable(path: Path | None, what: str) -> Path | None:
+    """Fail before the work, not after: make the folder of an output file."""
+    if path is not None:
+        if path.is_dir():
+            raise IsADirectoryError(f"{what} {path} is a directory, expected a file name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``2048,4096``."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value

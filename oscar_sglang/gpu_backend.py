@@ -1,0 +1,229 @@
+"""SGLang's attention backend on a GPU: our kernels for decode, FlashAttention-3 for fresh tokens.
+
+Decode, per layer: store, attend, merge (three launches), all metadata computed on the device inside
+the captured graph. Extend, per layer: fresh tokens attend causally in the model's basis; the cached
+prefix is materialised tile by tile into a scratch that was reserved at start-up, attended in the
+rotated basis and merged by LSE; then the chunk is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from .attention_backend import refuse_layer
+from .kernels.accumulate import accumulate
+from .kernels.codec import rotate_fast
+from .kernels.decode import DecodeAttention, DecodeStep
+from .kernels.materialise import materialise
+from .kernels.plan import claim_sinks
+from .kernels.reference import history_end
+from .kernels.restore import restore_sinks
+from .kernels.store import store
+from .kernels.views import TokenBatch, layer_view
+from .prefix_tiles import Tile, plan_tiles, to_device
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from .memory_pool import OscarKVPool
+
+
+@dataclass
+class ExtendPlan:
+    """Device metadata of one extend; ``tiles`` is empty when nothing is cached."""
+
+    cu_fresh: torch.Tensor  # [B+1] int32
+    longest: int
+    hist_end: torch.Tensor  # [B] int64
+    tiles: list[Tile]
+
+
+class OscarGpuBackend(AttentionBackend):
+    """See the module docstring. All state it touches is read and written on the forward stream."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        from .varlen import varlen_attention
+
+        self.pool: OscarKVPool = runner.token_to_kv_pool
+        self.device = torch.device(runner.device)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.varlen = varlen_attention(self.device)
+        seg = self.pool.segments
+        self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
+        self.windows = self.pool.setup.plan.windows
+        self.decode_attention: DecodeAttention = self.pool.decode_attention
+        generation = runner.req_to_token_pool.req_generation
+        self.seen_generation = torch.zeros_like(generation, device=self.device)
+        self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
+        self.tokens: TokenBatch | None = None
+        self.step: DecodeStep | None = None
+        self.extend: ExtendPlan | None = None
+
+    # -- metadata ------------------------------------------------------------------------------
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture=False):
+        fb = forward_batch
+        if fb.forward_mode.is_idle():
+            return
+        if fb.forward_mode.is_decode():
+            self.extend = None
+            if not in_capture:
+                self.pool.counters.demoted_tokens += fb.batch_size
+            return
+        self._start_requests(fb)
+        self.extend = self._plan_extend(fb)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        fb = forward_batch
+        if fb.forward_mode.is_idle():
+            return
+        if fb.forward_mode.is_decode():
+            ends = fb.seq_lens.to(torch.int64)
+            self.tokens = self._token_batch(fb, fb.req_pool_indices, ends - 1, ends)
+            self.step = self.decode_attention.step(len(fb.req_pool_indices))
+            recent_start = self.pool.segments.windows.recent_start
+            self.step.plan(fb.req_pool_indices, ends, recent_start)
+        else:
+            lens = fb.extend_seq_lens.to(torch.int64)
+            total = fb.extend_num_tokens
+
+            def per_token(x):
+                return torch.repeat_interleave(x, lens, output_size=total)
+
+            rows, ends = per_token(fb.req_pool_indices), per_token(fb.seq_lens.to(torch.int64))
+            self.tokens = self._token_batch(fb, rows, fb.positions, ends)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to reserve: decode metadata is computed inside the graph."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def _token_batch(self, fb: ForwardBatch, rows, positions, ends) -> TokenBatch:
+        slots = fb.out_cache_loc.to(torch.int64)
+        positions = positions.to(torch.int64)
+        index = torch.empty_like(slots)
+        n_sink, tag = self.windows.n_sink, self.pool.segments.sinks.tag
+        claim_sinks(tag, self.claim, positions, slots, n_sink, index)
+        return TokenBatch(rows.to(torch.int64), positions, ends, slots, index)
+
+    def _start_requests(self, fb: ForwardBatch) -> None:
+        """Take over request rows handed out since they were last seen, without synchronising."""
+        rows, prefix_lens = fb.req_pool_indices, fb.extend_prefix_lens.to(torch.int64)
+        generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
+        started = (generation != self.seen_generation[rows]) & (rows > 0)
+        self.seen_generation[rows] = generation
+        recent_start = self.pool.segments.windows.recent_start
+        recent_start[rows] = torch.where(started, prefix_lens, recent_start[rows])
+        if any(fb.extend_prefix_lens_cpu):
+            restore_sinks(
+                self.pool.segments,
+                self.req_to_token,
+                rows,
+                prefix_lens,
+                started,
+                self.pool.device_counters,
+            )
+
+    def _plan_extend(self, fb: ForwardBatch) -> ExtendPlan:
+        prefix, fresh = list(fb.extend_prefix_lens_cpu), list(fb.extend_seq_lens_cpu)
+        self.pool.counters.demoted_tokens += sum(fresh)
+        self.pool.counters.materialised_tokens += sum(prefix)
+        lens = fb.extend_seq_lens.to(torch.int32)
+        cu_fresh = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        recent_start = self.pool.segments.windows.recent_start[fb.req_pool_indices]
+        prefix_lens = fb.extend_prefix_lens.to(torch.int64)
+        return ExtendPlan(
+            cu_fresh=cu_fresh,
+            longest=max(fresh),
+            hist_end=history_end(prefix_lens, recent_start, self.windows),
+            tiles=plan_tiles(
+                prefix, fresh, self.pool.scratch.shape[1], fb.req_pool_indices, self.device
+            ),
+        )
+
+    # -- attention -----------------------------------------------------------------------------
+
+    def forward_decode(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
+    ):
+        """q [B, H*D], k and v [B, Hk*D], post-RoPE -> [B, H*D]."""
+        q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
+        q_rot = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        store(view, self.tokens, q, k, v, q_rot)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.step(
+            view,
+            q_rot,
+            self.req_to_token,
+            out,
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap or 0.0,
+        )
+        return out.flatten(1)
+
+    def forward_extend(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
+    ):
+        """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D]."""
+        q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
+        plan = self.extend
+        fresh = dict(cu_q=plan.cu_fresh, cu_k=plan.cu_fresh, max_q=plan.longest, max_k=plan.longest)
+        shape = dict(scale=layer.scaling, logit_cap=layer.logit_cap)
+        out, lse = self.varlen(q, k, v, causal=True, **fresh, **shape)
+        if plan.tiles:
+            out = self._add_prefix(view, q, out, lse, shape)
+        store(view, self.tokens, q, k, v, None)
+        return out.flatten(1)
+
+    def _add_prefix(self, view, q, fresh_out, fresh_lse, shape) -> torch.Tensor:
+        """Merge attention over the cached prefix into that over the fresh tokens."""
+        plan, (scratch_k, scratch_v) = self.extend, self.pool.scratch
+        q_rot = rotate_fast(q, view.params.r_k).to(q.dtype)
+        acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        for tile in plan.tiles:
+            keys, values = scratch_k[: tile.tokens], scratch_v[: tile.tokens]
+            materialise(
+                view,
+                self.req_to_token,
+                tile.rows,
+                tile.starts,
+                tile.cu_k,
+                plan.hist_end[tile.requests],
+                tile.max_k,
+                keys,
+                values,
+            )
+            part, part_lse = self.varlen(
+                q_rot[tile.queries],
+                keys,
+                values,
+                cu_q=tile.cu_q,
+                cu_k=tile.cu_k,
+                max_q=tile.max_q,
+                max_k=tile.max_k,
+                causal=False,
+                **shape,
+            )
+            accumulate(acc[tile.queries], lse[tile.queries], part, part_lse)
+        acc = rotate_fast(acc, view.params.r_v.transpose(-1, -2)).contiguous()
+        accumulate(acc, lse, fresh_out, fresh_lse)
+        return acc.to(q.dtype)
+
+    def _rows(self, q, k, v, layer: RadixAttention, save_kv_cache, kwargs):
+        refuse_layer(layer, k, save_kv_cache, kwargs)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        return q, k, v, self.views[layer.layer_id - self.pool.start_layer]

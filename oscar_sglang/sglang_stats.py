@@ -1,0 +1,129 @@
+"""Calibration statistics from SGLang itself: every checkpoint it can load, no second loader.
+
+SGLang's ModelRunner runs in this process, with a 16-bit (or 32-bit) cache and without the
+scheduler. Its attention backend is wrapped: each layer's q, k, v and output of a prefill go to the
+accumulator on the way. Under tensor parallelism a rank would see its own heads only; this entry
+point runs one rank.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .calibration.collect import Accumulator, Progress
+from .calibration.stats import Moments
+from .launch_server import enter_cpu_mode
+
+
+class StatisticsBackend:
+    """An attention backend that also shows whole prefills to ``accumulator``."""
+
+    def __init__(self, inner: Any, accumulator: Accumulator) -> None:
+        self._inner = inner
+        self._accumulator = accumulator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        out = self._inner.forward(q, k, v, layer, forward_batch, *args, **kwargs)
+        d = layer.qk_head_dim
+        rows = (x.reshape(len(q), -1, d) for x in (q, k, v, out))
+        self._accumulator.add(layer.layer_id, *rows)
+        return out
+
+
+@torch.no_grad()
+def collect_in_sglang(
+    model_dir: Path | str,
+    sequences: Sequence[torch.Tensor],
+    n_sink: int = 64,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    **flags: Any,
+) -> tuple[list[Moments], list[str]]:
+    """``collect`` inside SGLang: moments per layer, and the names of the model's parameters.
+
+    ``flags`` are SGLang's server arguments in Python spelling, e.g. ``quantization="fp8"``.
+    """
+    tokens = sum(map(len, sequences))
+    longest = max(map(len, sequences))
+    runner = _load(Path(model_dir), device, longest, flags)
+    accumulator = Accumulator(n_sink)
+    runner.attn_backend = StatisticsBackend(runner.attn_backend, accumulator)
+    try:
+        done = 0
+        for ids in sequences:
+            runner.forward(_prefill(runner, ids.to(runner.device)))
+            accumulator.advance(len(ids))
+            done += len(ids)
+            if progress:
+                progress("running SGLang", done, tokens)
+        names = [name for name, _ in runner.model.named_parameters()]
+        return accumulator.finish(runner.model_config.num_hidden_layers), names
+    finally:
+        del runner
+        gc.collect()
+
+
+def _load(model_dir: Path, device: str, longest: int, flags: dict[str, Any]):
+    """SGLang's ModelRunner, one rank, room for one sequence."""
+    if device == "cpu":
+        enter_cpu_mode()
+        flags = {"dtype": "float32", "attention_backend": "torch_native"} | flags
+    from sglang.benchmark import one_batch
+    from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
+
+    args = ServerArgs(
+        model_path=str(model_dir),
+        device=device.partition(":")[0],
+        disable_cuda_graph=True,
+        max_total_tokens=longest + 64,
+        max_running_requests=1,
+        chunked_prefill_size=max(longest, 512),
+        mem_fraction_static=0.8,
+        **flags,
+    )
+    set_global_server_args_for_scheduler(args)
+    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+    return loaded.torch_runner
+
+
+def _prefill(runner, ids: torch.Tensor):
+    """A batch of one fresh request; every sequence reuses the same row and slots."""
+    from sglang.srt.model_executor.forward_batch_info import (
+        CaptureHiddenMode,
+        ForwardBatch,
+        ForwardMode,
+    )
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    n, device, row = len(ids), ids.device, 1
+    slots = torch.arange(1, n + 1, device=device)
+    runner.req_to_token_pool.req_to_token[row, :n] = slots.int()
+    lengths = torch.tensor([n], device=device)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=ids,
+        req_pool_indices=torch.tensor([row], device=device),
+        seq_lens=lengths,
+        seq_lens_cpu=lengths.cpu(),
+        seq_lens_sum=n,
+        out_cache_loc=slots,
+        positions=torch.arange(n, device=device),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        extend_num_tokens=n,
+        extend_seq_lens=lengths,
+        extend_seq_lens_cpu=[n],
+        extend_prefix_lens=torch.zeros_like(lengths),
+        extend_prefix_lens_cpu=[0],
+        extend_start_loc=torch.zeros_like(lengths),
+        extend_logprob_start_lens_cpu=[n],
+    )

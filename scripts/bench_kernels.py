@@ -1,0 +1,292 @@
+"""Time the kernels against FA3, FlashInfer and SGLang's Triton decode on one GPU.
+
+    python scripts/bench_kernels.py --out scripts/results/kernels-h200.json [--quick]
+
+Every number is the median of CUDA-graph replays over caches that do not fit in L2, windows and the
+inverse rotation included; a wrong result stops the run. Ceilings are measured outside a graph.
+``copy_share`` is the bytes an operation needs over the time, as a share of copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import bench_baselines as baselines
+import torch
+from bench_common import DEV, Cache, ceilings, graph_time
+
+from oscar_sglang.kernels import codec
+from oscar_sglang.kernels.materialise import materialise
+from oscar_sglang.kernels.store import store
+from oscar_sglang.kernels.views import TokenBatch
+
+# Those of the targets first, so that --quick and an interrupted run hold them.
+TARGETS = [
+    (1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 32768), (32, 131072), (8, 131072),
+    (1, 1024),
+]  # fmt: skip
+MORE = [(8, 8192), (32, 8192), (64, 8192)]
+GQA8 = [(1, 131072), (8, 32768), (32, 32768)]
+TRITON = [(1, 32768), (8, 32768)]
+OTHER_PAGES = [(1, 32768, 1), (8, 32768, 1), (8, 32768, 64)]
+LAYER = (1, 102400)
+MODEL_LAYERS = 64  # layers whose codec matrices are rotated through: more than L2 holds
+
+
+class Bench:
+    def __init__(self, out: Path | None) -> None:
+        self.start, self.out = time.time(), out
+        self.rows: list[dict] = []
+        self.ceilings = ceilings()
+        self.base: dict[tuple, dict] = {}
+
+    def add(self, op: str, us: float, needed: int = 0, **fields) -> dict:
+        row = {"op": op, "us": round(us, 2), **fields}
+        if needed:
+            row["copy_share"] = round(needed / us / 1e3 / self.ceilings["copy_gbps"], 3)
+        self.rows.append(row)
+        print(f"[{time.time() - self.start:5.1f}] {json.dumps(row)}", flush=True)
+        self.save()
+        return row
+
+    def save(self) -> None:
+        if self.out is None:
+            return
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "versions": versions(),
+            "commit": commit(),
+            "command": "python scripts/bench_kernels.py " + " ".join(sys.argv[1:]),
+            "date": time.strftime("%Y-%m-%d"),
+            **self.ceilings,
+            "rows": self.rows,
+        }
+        self.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def baseline(self, batch: int, context: int, gqa: int) -> dict:
+        """{"bf16": us, "fp8": us, "all": {...}} of the fastest baselines."""
+        key = (batch, context, gqa)
+        if key not in self.base:
+            cache = baselines.Bf16Cache(batch, context, group=gqa)
+            every = baselines.best(cache, "bf16")
+            if key in [(b, c, 4) for b, c in TRITON]:
+                try:
+                    every["sglang_triton_bf16"] = round(baselines.sglang_triton(cache), 2)
+                except Exception as problem:
+                    print(f"  sglang_triton: {problem!r:.150}", flush=True)
+            cache.to_fp8()
+            low = baselines.best(cache, "fp8")
+            self.base[key] = {
+                "bf16": min(every.values(), default=None),
+                "fp8": min(low.values(), default=None),
+                "all": every | low,
+            }
+            del cache
+            torch.cuda.empty_cache()
+        return self.base[key]
+
+    def decode(self, batch, context, page=16, gqa=4, form=None, triton_only=False) -> None:
+        base = self.baseline(batch, context, gqa)
+        cache = Cache(batch, context, group=gqa, page=page)
+        steps = cache.steps(form, triton_only)
+        error = cache.error(steps)
+        us = graph_time(cache.calls(steps))
+        speedups = {
+            f"speedup_{k}": round(base[k] / us, 2) for k in ("bf16", "fp8") if base[k] is not None
+        }
+        chosen = "triton" if triton_only else steps[0]._form.kernel
+        self.add(
+            "decode_attention", us, cache.needed_bytes(), codec="any", context=context,
+            batch=batch, page_size=page, gqa=gqa, kernel=chosen, error=float(f"{error:.2e}"),
+            baselines=base["all"], **speedups,
+        )  # fmt: skip
+        del cache
+        torch.cuda.empty_cache()
+
+
+def codec_views(view, count: int) -> list:
+    """``view`` with ``count`` different sets of codec matrices."""
+    dim, heads = view.head_dim, view.kv_heads
+    r = torch.linalg.qr(torch.randn(count, 2, heads, dim, dim, device=DEV)).Q.contiguous()
+    factor = (torch.randn(count, heads, dim, dim, device=DEV) * 0.02).triu(1)
+    return [
+        view._replace(params=codec.LayerParams(r[i, 0], r[i, 1], factor[i])) for i in range(count)
+    ]
+
+
+def fresh(tokens: int, dim: int = 128):
+    """q, k, v views of a fused projection, and where the tokens go."""
+    i = torch.arange(tokens, device=DEV)
+    none = torch.full_like(i, -1)
+    where = TokenBatch(
+        torch.ones_like(i), i + 1000, torch.full_like(i, 1000 + tokens), i + 64, none
+    )
+    qkv = torch.randn(tokens, 48, dim, device=DEV).bfloat16()
+    return where, *qkv.split([32, 8, 8], 1)
+
+
+def prefill_layer_us(tokens: int) -> float:
+    """One Qwen3-8B layer's own prefill: its four projections and causal attention."""
+    x = {n: torch.randn(tokens, n, device=DEV).bfloat16() for n in (4096, 12288)}
+    shapes = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
+    weights = [torch.randn(i, o, device=DEV).bfloat16() * 0.02 for i, o in shapes]
+    q = torch.randn(1, 32, tokens, 128, device=DEV).bfloat16()
+    k, v = torch.randn(2, 1, 32, tokens, 128, device=DEV).bfloat16()
+
+    def layer():
+        for (i, _), w in zip(shapes, weights, strict=True):
+            x[i] @ w
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return graph_time([layer])
+
+
+def check_store(cache: Cache) -> None:
+    """Stop unless nearly all rows get the reference's codes (float32 ties may differ)."""
+    view = cache.view
+    where, q, k, v = fresh(64)
+    q_rot = torch.empty(64, 32, 128, device=DEV)
+    store(view, where, q, k, v, q_rot)
+    params = view.params
+    k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
+    want = codec.encode_k(view.spec, params, k_rot), codec.encode_v(view.spec, v_rot)
+    for got, rows in zip(cache.seg.history.read(0, where.slots), want, strict=True):
+        same = (got.packed == rows.packed).all(-1) & (got.meta == rows.meta).all(-1)
+        if same.float().mean() < 0.97:
+            raise SystemExit(f"store: only {float(same.float().mean()):.3f} of the rows agree")
+    off = (q_rot - codec.rotate(q, params.r_k)).norm() / q_rot.norm()
+    if not off < 1e-4:
+        raise SystemExit(f"store: rotated queries are off by {float(off):.2e}")
+
+
+def bench_store(bench: Bench, cache: Cache) -> None:
+    check_store(cache)
+    view = cache.view
+    layer = prefill_layer_us(8192)
+    bench.add("layer_prefill_bf16", layer, batch=8192)
+    for tokens in (1, 8, 64, 256, 8192):
+        views = codec_views(view, MODEL_LAYERS if tokens < 8192 else 4)
+        where, q, k, v = fresh(tokens)
+        q_rot = torch.empty(tokens, 32, 128, device=DEV)
+        targets = (("", q_rot),) if tokens < 8192 else (("", q_rot), ("_kv_only", None))
+        for name in ("feedback", "aligned", "oscar"):
+            spec = codec.CODECS[name]
+            for suffix, target in targets:
+                calls = [
+                    partial(store, w._replace(spec=spec), where, q, k, v, target) for w in views
+                ]
+                us = graph_time(calls)
+                extra = {"layer_share": round(us / layer, 3)} if tokens == 8192 else {}
+                bench.add(
+                    "store" + suffix, us, codec=name, batch=tokens, page_size=16, gqa=4, **extra
+                )
+
+
+def bench_materialise(bench: Bench) -> None:
+    for page in (16, 1):
+        n = 32768
+        cache = Cache(1, n, page=page)
+        out_k, out_v = torch.empty(2, n, 8, 128, device=DEV).bfloat16()
+        start, indptr = (
+            torch.zeros(1, dtype=torch.int64, device=DEV),
+            torch.tensor([0, n], device=DEV),
+        )
+        end = torch.tensor([n - 256], device=DEV)
+        calls = [
+            partial(materialise, cache.view, cache.table, rows, start, indptr, end, n, out_k, out_v)
+            for rows in cache.rows
+        ]
+        us = graph_time(calls)
+        moved = cache.needed_bytes() + n * 8 * 128 * 4
+        bench.add("materialise", us, moved, codec="any", context=n, batch=1, page_size=page)
+
+
+def bench_layer(bench: Bench) -> None:
+    """store + attend + merge of one decode step, against SGLang's BF16 store + attention."""
+    batch, context = LAYER
+    base = bench.baseline(batch, context, 4)
+    cache = Cache(batch, context)
+    views = codec_views(cache.view, cache.copies)
+    steps = cache.steps()
+    cache.error(steps)
+    row = cache.rows.flatten()
+    last = torch.full((1,), context - 1, dtype=torch.int64, device=DEV)
+    none = torch.full((1,), -1, dtype=torch.int64, device=DEV)
+    where = [
+        TokenBatch(row[i : i + 1], last, last + 1, cache.table[row[i], last].long(), none)
+        for i in range(cache.copies)
+    ]
+    _, q, k, v = fresh(batch)
+
+    def layer(i):
+        store(views[i], where[i], q, k, v, cache.q[i])
+        steps[i](views[i], cache.q[i], cache.table, cache.out[i], scale=128**-0.5)
+
+    us = graph_time([lambda i=i: layer(i) for i in range(cache.copies)])
+    try:
+        kv_store = baselines.kv_store(batch)
+    except Exception as problem:
+        print(f"  kv_store: {problem!r:.150}", flush=True)
+        kv_store = 0.0
+    speedup = {"speedup_bf16": round((base["bf16"] + kv_store) / us, 2)} if base["bf16"] else {}
+    bench.add(
+        "decode_layer", us, codec="feedback", context=context, batch=batch, page_size=16, gqa=4,
+        bf16_store_us=round(kv_store, 2), baselines=base["all"], **speedup,
+    )  # fmt: skip
+    plan = graph_time([
+        lambda: steps[0].plan(cache.rows[0], cache.lens, cache.seg.windows.recent_start)
+    ] * 8)  # fmt: skip
+    bench.add("plan", plan, batch=batch)
+
+
+def commit() -> str:
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return git.stdout.strip() if git.returncode == 0 else "unknown"
+
+
+def versions() -> dict[str, str]:
+    found = {"cuda": torch.version.cuda}
+    for name in ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the shapes of the targets only")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_kernels.py needs a CUDA GPU")
+    torch.manual_seed(0)
+    bench = Bench(args.out)
+    print(bench.ceilings)
+    for batch, context in TARGETS:
+        bench.decode(batch, context)
+    bench_layer(bench)
+    bench_store(bench, Cache(1, 16384))
+    bench_materialise(bench)
+    if args.quick:
+        return
+    for batch, context in MORE:
+        bench.decode(batch, context)
+    for batch, context in GQA8:
+        bench.decode(batch, context, gqa=8)
+    for batch, context, page in OTHER_PAGES:
+        bench.decode(batch, context, page=page)
+    for batch, context in TRITON:
+        bench.decode(batch, context, triton_only=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Run by test_gpu_backend.py in a process of its own: the GPU backend against the reference.
+
+    python backend_parity.py MODEL
+
+The GPU backend's Triton kernels run under the interpreter and FlashAttention is replaced
+by the reference. Prints one JSON object: relative differences of logits, sink-cache counters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
+
+import torch  # noqa: E402
+from inprocess import Runner  # noqa: E402
+
+
+def scenario(runner: Runner, base: int) -> list[torch.Tensor]:
+    """Prompts, chunks, a prefix hit, a mixed batch and decode steps on rows base, base + 1, ..."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 256, (6, 200), generator=g).tolist()
+    a, b = runner.request(base), runner.request(base + 1)
+    out = [runner.extend((a, ids[0][:70]), (b, ids[1][:9]))]
+    out.append(runner.extend((a, ids[0][70:120])))  # a second chunk
+    hit = runner.request(base + 2, a, 90)
+    out.append(runner.extend((hit, ids[2][:7]), (b, ids[1][9:12])))
+    for step in range(4):
+        out.append(runner.decode((a, ids[3][step]), (b, ids[4][step]), (hit, ids[5][step])))
+    short = runner.request(base + 3, b, 3)
+    out.append(runner.extend((short, ids[2][20:24]), (a, [ids[3][9]])))
+    return out
+
+
+def main(model: str) -> None:
+    runner = Runner(
+        model,
+        "auto",
+        skip_tokenizer_init=True,
+        rows=9,
+        max_total_tokens=2048,
+        oscar_sink_tokens=6,
+        oscar_recent_tokens=20,
+        oscar_scratch_tokens=33,
+    )
+    expected = scenario(runner, 1)
+    reference_counts = runner.pool.device_counters.clone()
+
+    from oscar_sglang.gpu_backend import OscarGpuBackend
+    from oscar_sglang.kernels.decode import DecodeAttention
+
+    plan = runner.pool.setup.plan
+    runner.pool.decode_attention = DecodeAttention(
+        heads=4,
+        kv_heads=plan.history.kv_heads,
+        head_dim=plan.history.head_dim,
+        dtype=torch.float32,
+        windows=plan.windows,
+        page_size=1,
+        max_batch=8,
+        device="cpu",
+    )
+    runner.runner.attn_backend = OscarGpuBackend(runner.runner)
+    got = scenario(runner, 5)
+    differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]
+    counts = (runner.pool.device_counters - reference_counts).tolist()
+    print(json.dumps({"differences": differences, "counts": [reference_counts.tolist(), counts]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,72 @@
+"""Statistics taken inside SGLang equal those taken with transformers. Each side runs in a process
+of its own: SGLang's stand-ins must be on the path before transformers is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_COMPARE = """
+import sys
+from oscar_sglang.launch_server import enter_cpu_mode
+enter_cpu_mode()
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from oscar_sglang.calibration.collect import collect, load_model
+from oscar_sglang.calibration.data import load_tokens
+from oscar_sglang.calibration.fit import fit_layer
+from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
+from oscar_sglang.sglang_stats import collect_in_sglang
+
+model, tokens = Path(sys.argv[1]), load_tokens(sys.argv[2], Path(sys.argv[1]), 3000)
+inside, names = collect_in_sglang(model, tokens.sequences)
+outside = collect(load_model(model, "cpu"), tokens.sequences)
+assert len(inside) == len(outside) and any("qkv_proj" in n for n in names)
+differ = total = 0
+for a, b in zip(inside, outside, strict=True):
+    assert a.count == b.count == sum(map(len, tokens.sequences)) - 2 * 64 - len(a.held_k)
+    for field in ("k_mean", "ktk", "vtv", "qtq", "oto", "held_k", "held_v"):
+        x, y = getattr(a, field), getattr(b, field)
+        gap = float((x - y).norm() / y.norm())
+        assert gap < 1e-3, (field, gap)
+    spec, p, r = CODECS["feedback"], fit_layer(a, "feedback").params, fit_layer(b, "feedback").params
+    for code, held, m, n in (
+        (lambda q, y: encode_k(spec, q, y), b.held_k, p.r_k, r.r_k),
+        (lambda q, y: encode_v(spec, y), b.held_v, p.r_v, r.r_v),
+    ):
+        one, two = code(p, rotate(held, m)).packed, code(r, rotate(held, n)).packed
+        differ += int((one != two).sum())
+        total += one.numel()
+assert differ <= total // 10000, (differ, total)
+print("same", total)
+"""
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    target = Path(os.environ.get("OSCAR_DEMO_MODEL", ROOT / ".cache" / "smollm2-135m"))
+    subprocess.run([sys.executable, ROOT / "scripts" / "demo_model.py", target], check=True)
+    return target
+
+
+@pytest.mark.sglang
+def test_statistics_inside_sglang_equal_those_of_transformers(smollm2):
+    data = f"{ROOT / 'tests/data/smollm2_tokens.npz'}:cal_tech"
+    code = [sys.executable, "-c", _COMPARE, str(smollm2), data]
+    done = subprocess.run(code, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("same")
+
+
+@pytest.mark.sglang
+def test_calibrating_with_sglang_from_the_command_line(smollm2, tmp_path):
+    out = tmp_path / "a.safetensors"
+    command = [sys.executable, "-m", "oscar_sglang.cli", "calibrate", "--model", smollm2]
+    command += ["--out", out, "--engine", "sglang", "--tokens", "600"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert out.exists() and "peak memory" in done.stdout

@@ -1,0 +1,55 @@
+"""accumulate: online-softmax union of partial attention results, kept in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _accumulate_kernel(
+    acc,
+    acc_lse,
+    out,
+    lse,
+    stride_lse_t,
+    stride_lse_h,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    D: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HP)
+    ok = h < H
+    old = tl.load(acc_lse + t * H + h, ok, -float("inf"))
+    new = tl.load(lse + t * stride_lse_t + h * stride_lse_h, ok, -float("inf"))
+    top = tl.maximum(old, new)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    w_old, w_new = tl.exp(old - safe), tl.exp(new - safe)
+    total = w_old + w_new
+    inv = tl.where(total > 0, 1.0 / total, 0.0)
+    at = (t * H + h)[:, None] * D + tl.arange(0, D)[None, :]
+    a = tl.load(acc + at, ok[:, None], 0.0)
+    b = tl.load(out + at, ok[:, None], 0.0).to(tl.float32)
+    # An empty side may hold anything: weight 0 must not meet an infinity or NaN.
+    a = tl.where((w_old > 0)[:, None], a * (w_old * inv)[:, None], 0.0)
+    b = tl.where((w_new > 0)[:, None], b * (w_new * inv)[:, None], 0.0)
+    tl.store(acc + at, a + b, ok[:, None])
+    tl.store(acc_lse + t * H + h, safe + tl.log(total), ok)
+
+
+def accumulate(
+    acc: torch.Tensor, acc_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """``reference.merge`` of (out, lse) into (acc, acc_lse), in place.
+
+    acc [T, H, D] and acc_lse [T, H] float32, contiguous; out [T, H, D] contiguous; lse [T, H],
+    any strides. An empty side has lse -inf.
+    """
+    if len(acc):
+        _accumulate_kernel[(len(acc),)](
+            acc, acc_lse, out, lse, lse.stride(0), lse.stride(1), acc.shape[1],
+            triton.next_power_of_2(acc.shape[1]), acc.shape[2],
+            num_warps=4,
+        )  # fmt: skip

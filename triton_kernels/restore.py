@@ -1,0 +1,76 @@
+"""restore: exact sink rows of requests that start on a cached prefix, all layers in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .materialise import _decode_row
+
+HITS, MISSES, REQUESTS = range(3)
+_TILE = 16
+
+
+@triton.jit
+def _restore_kernel(
+    sink_k, sink_v, cache_k, cache_v, blocks, tag,
+    req_to_token, rows, prefix_lens, started, counters,
+    stride_req, sink_layer, cache_layer, block_layer, n_sink, cache_rows,
+    TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    layer = tl.program_id(2) // Hk
+    head = tl.program_id(2) % Hk
+    pos = tl.program_id(1) * TB + tl.arange(0, TB)
+    row = tl.load(rows + request).to(tl.int64)
+    prefix = tl.load(prefix_lens + request).to(tl.int64)
+    ok = (pos < n_sink) & (pos < prefix) & (tl.load(started + request) != 0)
+    slot = tl.load(req_to_token + row * stride_req + pos, ok, 0).to(tl.int64)
+    at = slot % cache_rows
+    hit = ok & (tl.load(tag + at, ok, -1) == slot)
+    miss = ok & (hit == 0)
+    cols = tl.arange(0, D)[None, :]
+    src = layer.to(tl.int64) * cache_layer + ((at * Hk + head) * D)[:, None] + cols
+    sink_row = ((row * n_sink + pos) * Hk + head) * D
+    dst = layer.to(tl.int64) * sink_layer + sink_row[:, None] + cols
+    mine = blocks + layer.to(tl.int64) * block_layer
+    k = tl.load(cache_k + src, hit[:, None], 0.0).to(tl.float32)
+    k = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 0, TB, Hk, D), k)
+    tl.store(sink_k + dst, k.to(sink_k.dtype.element_ty), ok[:, None])
+    v = tl.load(cache_v + src, hit[:, None], 0.0).to(tl.float32)
+    v = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 1, TB, Hk, D), v)
+    tl.store(sink_v + dst, v.to(sink_v.dtype.element_ty), ok[:, None])
+    if tl.program_id(2) == 0:
+        tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0))
+        tl.atomic_add(counters + 1, tl.sum(miss.to(tl.int64), 0))
+        first = (tl.program_id(1) == 0) & (tl.sum(ok.to(tl.int32), 0) > 0)
+        tl.atomic_add(counters + 2, first.to(tl.int64))
+
+
+def restore_sinks(
+    seg,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    started: torch.Tensor,
+    counters: torch.Tensor,
+) -> None:
+    """``reference.restore_sinks`` for every request of a batch, without a host synchronisation.
+
+    seg                the pool's ``reference.Segments`` (stores allocated as one stack per kind)
+    req_to_token       [R, max_context] int32
+    rows, prefix_lens  [B] int64
+    started            [B] bool   requests that have just taken their row; others are left alone
+    counters           [3] int64  += sink-cache hits, misses, requests started on a prefix
+    """
+    windows, sinks, history = seg.windows, seg.sinks, seg.history
+    layers, _, n_sink, kv_heads, dim = windows.sink_k.stack.shape
+    blocks = history.blocks.stack.view(torch.uint16)
+    grid = (len(rows), triton.cdiv(n_sink, _TILE), layers * kv_heads)
+    _restore_kernel[grid](
+        windows.sink_k.stack, windows.sink_v.stack, sinks.k.stack, sinks.v.stack, blocks,
+        sinks.tag, req_to_token, rows, prefix_lens, started, counters,
+        req_to_token.stride(0), windows.sink_k.stack.stride(0), sinks.k.stack.stride(0),
+        blocks.stride(0), n_sink, len(sinks.tag), _TILE, kv_heads, dim, num_warps=4,
+    )  # fmt: skip
