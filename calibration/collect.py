@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,6 +16,9 @@ from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import causal_attention, replaced_attention
 from .errors import CalibrationError
 from .stats import LayerStats, Moments
+
+if TYPE_CHECKING:
+    from .state import Partial
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -119,25 +122,29 @@ def collect(
     n_sink: int = 64,
     capacity: int = 512,
     progress: Progress | None = None,
+    partial: Partial | None = None,
 ) -> list[Moments]:
     """Moments of every layer over positions >= n_sink of each sequence ([T] int64 ids).
 
     Logits are never computed and one sequence is in memory at a time. ``capacity`` bounds the
-    held-back rows per layer.
+    held-back rows per layer. ``partial`` lets a later call continue an interrupted one.
     """
     total = Accumulator(n_sink, capacity)
+    first = partial.restore(total) if partial else 0
 
     def attend(layer, q, k, v, scale):
         o = causal_attention(q.float(), k.float(), v.float(), scale)
         total.add(layer, *(x[0].transpose(0, 1) for x in (q, k, v, o)))
         return o.to(q.dtype)
 
-    tokens, done = sum(map(len, sequences)), 0
+    tokens, done = sum(map(len, sequences)), sum(map(len, sequences[:first]))
     with replaced_attention(model, attend):
-        for ids in sequences:
+        for i, ids in enumerate(sequences[first:], start=first + 1):
             model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
             total.advance(len(ids))
             done += len(ids)
             if progress:
                 progress("running the model", done, tokens)
+            if partial:
+                partial.save(total, i)
     return total.finish(model.config.get_text_config().num_hidden_layers)

@@ -20,10 +20,15 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class Tokens:
-    """Sequences of at most ``SEQUENCE`` int64 ids, and where they came from."""
+    """Sequences of at most ``SEQUENCE`` int64 ids, and where they came from.
+
+    ``seed``: uniform random ids made with it, which ``selfsample.plausible`` turns into better
+    ones; None for anything else.
+    """
 
     sequences: list[torch.Tensor]
     description: str
+    seed: int | None = None
 
     @property
     def count(self) -> int:
@@ -47,9 +52,8 @@ def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tok
     config = read_config(model_dir)
     vocab = vocabulary(model_dir)
     if source == RANDOM:
-        return Tokens(
-            _random(vocab, _bos(config), tokens, seed), f"uniform random ids, seed {seed}"
-        )
+        sequences = _random(vocab, _bos(config), tokens, seed)
+        return Tokens(sequences, f"uniform random ids, seed {seed}", seed)
     path, _, key = source.rpartition(":")
     if path.endswith(".npz"):
         rows = _from_npz(path, key)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import gc
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from .. import __version__
 from ..artifact import Artifact, Fingerprint
 from ..kernels.codec import CODECS
-from .collect import Progress, check_supported, collect, load_model
-from .data import RANDOM, Tokens, load_tokens
+from .collect import Progress, check_supported
+from .data import RANDOM, load_tokens
+from .engines import ENGINES, Run
 from .errors import CalibrationError
 from .fit import DAMPING, LayerFit, fit_layer
 from .stats import Moments
@@ -24,7 +21,6 @@ from .warn import calibration_warnings
 DEFAULT_TOKENS = 8192
 N_SINK = 64
 _MIN_ROWS = 256
-_BIAS = re.compile(r"(q_proj|k_proj|qkv|c_attn)[^.]*\.bias$")
 
 
 def calibrate(
@@ -38,6 +34,7 @@ def calibrate(
     n_sink: int = N_SINK,
     progress: Progress | None = None,
     engine: str = "transformers",
+    partial: Path | None = None,
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -45,10 +42,14 @@ def calibrate(
     n_sink    positions below it are left out: the cache keeps them exact
     progress  called with (stage, done, total)
     engine    what runs the model: transformers, or sglang for any checkpoint SGLang can load
+    partial   file that keeps the sums of an interrupted run (transformers engine); removed at the
+              end
 
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
     """
-    options = dict(device=device, seed=seed, n_sink=n_sink, progress=progress, engine=engine)
+    options = dict(
+        device=device, seed=seed, n_sink=n_sink, progress=progress, engine=engine, partial=partial
+    )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
 
@@ -63,6 +64,7 @@ def calibrate_codecs(
     n_sink: int = N_SINK,
     progress: Progress | None = None,
     engine: str = "transformers",
+    partial: Path | None = None,
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -78,59 +80,37 @@ def calibrate_codecs(
             f"{source.description}: {source.count} tokens leave {rows} beyond the first {n_sink} "
             f"of their sequence, expected at least {_MIN_ROWS}; give more tokens"
         )
-    moments, biased = _ENGINES[engine](model_dir, device, source, n_sink, progress)
+    run = Run(model_dir, source, device, n_sink, progress, partial)
+    observed = ENGINES[engine](run)
+    facts = {
+        "tool": f"oscar_sglang {__version__}",
+        "model": model_dir.resolve().name,
+        "data": observed.source.description,
+        "data_hash": observed.source.hash,
+        "tokens": observed.source.count,
+        "device": device,
+        "engine": engine,
+    }
     made = {}
     for codec in codecs:
-        fits = _fit(moments, codec, progress)
+        fits = _fit(observed.moments, codec, progress)
+        warnings = calibration_warnings(
+            observed.source, tokens, observed.moments, fits, observed.biased
+        )
+        seconds = round(time.monotonic() - start, 1)
+        provenance = facts | {"date": _now(), "seconds": seconds, "warnings": warnings}
         made[codec] = Artifact(
             fingerprint=fingerprint,
             codec=codec,
             options={"damping": DAMPING, "n_sink": n_sink},
             layers=[fit.params for fit in fits],
-            provenance={
-                "tool": f"oscar_sglang {__version__}",
-                "model": model_dir.resolve().name,
-                "data": source.description,
-                "data_hash": source.hash,
-                "tokens": source.count,
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "device": device,
-                "engine": engine,
-                "seconds": round(time.monotonic() - start, 1),
-                "layers": [fit.report for fit in fits],
-                "warnings": calibration_warnings(source, tokens, moments, fits, biased),
-            },
+            provenance=provenance | {"layers": [fit.report for fit in fits]},
         )
     return made
 
 
-def _by_transformers(
-    model_dir: Path, device: str, source: Tokens, n_sink: int, progress: Progress | None
-) -> tuple[list[Moments], bool]:
-    """Moments and whether Q or K projections have biases; gives the model's memory back before
-    anything else is allocated."""
-    model = load_model(model_dir, device)
-    try:
-        moments = collect(model, source.sequences, n_sink, progress=progress)
-        return moments, any(_BIAS.search(name) for name, _ in model.named_parameters())
-    finally:
-        del model
-        gc.collect()
-        if device.startswith("cuda"):
-            torch.cuda.empty_cache()
-
-
-def _by_sglang(
-    model_dir: Path, device: str, source: Tokens, n_sink: int, progress: Progress | None
-) -> tuple[list[Moments], bool]:
-    """The same, inside SGLang's model runner."""
-    from ..sglang_stats import collect_in_sglang  # imports sglang
-
-    moments, names = collect_in_sglang(model_dir, source.sequences, n_sink, device, progress)
-    return moments, any(map(_BIAS.search, names))
-
-
-_ENGINES = {"transformers": _by_transformers, "sglang": _by_sglang}
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _fit(moments: list[Moments], codec: str, progress: Progress | None) -> list[LayerFit]:

@@ -96,4 +96,5 @@ class LayerStats:
         )
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
+        old = self.sums.get(name)
+        self.sums[name] = value if old is None else old.to(value.device) + value

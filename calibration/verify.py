@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..artifact import Artifact, Fingerprint, check
-from .collect import Progress, collect, load_model
+from .collect import Progress
 from .data import RANDOM, load_tokens
+from .engines import Run, by_transformers
 from .fit import k_error, v_error
 
 TOLERANCE = 1.5  # fresh error over recorded error, mean over a model's layers
@@ -57,11 +57,8 @@ def verify(
     """Raises ArtifactError if the artifact is another model's, before the model is loaded."""
     check(artifact, Fingerprint.of(model_dir))
     source = load_tokens(data, model_dir, tokens, seed)
-    model = load_model(model_dir, device)
     n_sink = int(artifact.options.get("n_sink", 64))
-    moments = collect(model, source.sequences, n_sink, progress=progress)
-    del model
-    gc.collect()
+    moments = by_transformers(Run(model_dir, source, device, n_sink, progress)).moments
     recorded = artifact.provenance.get("layers") or [None] * len(moments)
     rows = []
     for i, (m, params, old) in enumerate(zip(moments, artifact.layers, recorded, strict=True)):

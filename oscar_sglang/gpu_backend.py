@@ -65,6 +65,13 @@ class OscarGpuBackend(AttentionBackend):
         generation = runner.req_to_token_pool.req_generation
         self.seen_generation = torch.zeros_like(generation, device=self.device)
         self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
+        # Query blocks of all heads that fill the processors twice.
+        sms = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count
+            if self.device.type == "cuda"
+            else 1
+        )
+        self.query_blocks = 2 * sms / self.decode_attention.heads
         self.tokens: TokenBatch | None = None
         self.step: DecodeStep | None = None
         self.extend: ExtendPlan | None = None
@@ -148,7 +155,12 @@ class OscarGpuBackend(AttentionBackend):
             longest=max(fresh),
             hist_end=history_end(prefix_lens, recent_start, self.windows),
             tiles=plan_tiles(
-                prefix, fresh, self.pool.scratch.shape[1], fb.req_pool_indices, self.device
+                prefix,
+                fresh,
+                self.pool.scratch.shape[1],
+                fb.req_pool_indices,
+                self.device,
+                self.query_blocks,
             ),
         )
 
@@ -199,14 +211,14 @@ class OscarGpuBackend(AttentionBackend):
                 self.req_to_token,
                 tile.rows,
                 tile.starts,
-                tile.cu_k,
+                tile.indptr,
                 plan.hist_end[tile.requests],
-                tile.max_k,
+                tile.longest,
                 keys,
                 values,
             )
             part, part_lse = self.varlen(
-                q_rot[tile.queries],
+                q_rot[tile.queries][tile.index] if tile.splits > 1 else q_rot[tile.queries],
                 keys,
                 values,
                 cu_q=tile.cu_q,
@@ -216,7 +228,8 @@ class OscarGpuBackend(AttentionBackend):
                 causal=False,
                 **shape,
             )
-            accumulate(acc[tile.queries], lse[tile.queries], part, part_lse)
+            mine = acc[tile.queries], lse[tile.queries]
+            accumulate(*mine, part, part_lse, tile.first, tile.step, tile.splits)
         acc = rotate_fast(acc, view.params.r_v.transpose(-1, -2)).contiguous()
         accumulate(acc, lse, fresh_out, fresh_lse)
         return acc.to(q.dtype)

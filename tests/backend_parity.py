@@ -51,6 +51,7 @@ def main(model: str) -> None:
     expected = scenario(runner, 1)
     reference_counts = runner.pool.device_counters.clone()
 
+    from oscar_sglang import prefix_tiles
     from oscar_sglang.gpu_backend import OscarGpuBackend
     from oscar_sglang.kernels.decode import DecodeAttention
 
@@ -65,7 +66,9 @@ def main(model: str) -> None:
         max_batch=8,
         device="cpu",
     )
-    runner.runner.attn_backend = OscarGpuBackend(runner.runner)
+    backend = OscarGpuBackend(runner.runner)
+    prefix_tiles._MIN_SPLIT, backend.query_blocks = 5, 8  # several splits of a few keys each
+    runner.runner.attn_backend = backend
     got = scenario(runner, 5)
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]
     counts = (runner.pool.device_counters - reference_counts).tolist()

@@ -282,7 +282,7 @@ def test_calibrate_is_reproducible_and_reports(model_dir):
         for _ in range(2)
     )
     assert a.id == b.id
-    assert stages == {"running the model", "fitting"}
+    assert stages == {"choosing tokens", "running the model", "fitting"}
     assert a.fingerprint == art.Fingerprint.of(model_dir)
     assert a.provenance["tokens"] == 600
     assert any("at least 2048 are recommended" in w for w in a.provenance["warnings"])

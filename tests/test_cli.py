@@ -39,7 +39,7 @@ def test_calibrate_then_inspect(model_dir, tmp_path, capsys):
 
     assert main(["inspect", str(out)]) == 0
     printed = capsys.readouterr().out
-    for part in (artifact.id, "LlamaForCausalLM", "uniform random ids, seed 0", "K basis"):
+    for part in (artifact.id, "LlamaForCausalLM", "sampled from the model, seed 0", "K basis"):
         assert part in printed
 
 
@@ -50,7 +50,7 @@ def test_options_reach_the_artifact(model_dir, tmp_path):
     artifact = art.load(out)
     assert artifact.codec == "oscar"
     assert artifact.provenance["tokens"] == 700
-    assert artifact.provenance["data"] == "uniform random ids, seed 5"
+    assert artifact.provenance["data"] == "sampled from the model, seed 5"
 
 
 def test_inspect_uncalibrated(model_dir, tmp_path, capsys):

@@ -33,7 +33,8 @@ for a, b in zip(inside, outside, strict=True):
         x, y = getattr(a, field), getattr(b, field)
         gap = float((x - y).norm() / y.norm())
         assert gap < 1e-3, (field, gap)
-    spec, p, r = CODECS["feedback"], fit_layer(a, "feedback").params, fit_layer(b, "feedback").params
+    spec = CODECS["feedback"]
+    p, r = (fit_layer(m, "feedback").params for m in (a, b))
     for code, held, m, n in (
         (lambda q, y: encode_k(spec, q, y), b.held_k, p.r_k, r.r_k),
         (lambda q, y: encode_v(spec, y), b.held_v, p.r_v, r.r_v),

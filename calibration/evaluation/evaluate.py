@@ -8,8 +8,9 @@ from typing import Any
 
 from ... import __version__
 from ...artifact import Fingerprint, check, load
-from ..collect import Progress, check_supported, collect, load_model
+from ..collect import Progress, check_supported, load_model
 from ..data import RANDOM, load_tokens
+from ..engines import Run, observe
 from ..errors import CalibrationError
 from ..methods import METHODS, Job, parse_jobs, sweep_jobs
 from ..pipeline import DEFAULT_TOKENS, N_SINK
@@ -80,7 +81,7 @@ def evaluate(
         tokens = load_tokens(
             options.calibration, options.model, options.calibration_tokens, options.seed
         )
-        return collect(model, tokens.sequences, N_SINK, progress=progress)
+        return observe(model, Run(options.model, tokens, options.device, N_SINK, progress)).moments
 
     run(model, jobs, inputs, record, moments, report, fitted)
     found = results(record)

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             seed=args.seed,
             progress=progress,
             engine=args.engine,
+            partial=out.with_name(f"{out.name}.partial"),
         )
     artifact.save(out)
     console.print(layer_table(artifact))

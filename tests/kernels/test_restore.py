@@ -59,3 +59,22 @@ def test_accumulate_equals_merge(device, heads):
     accumulate(out, lse, b.out.to(device), transposed)
     assert torch.allclose(out.cpu(), want.out, atol=1e-5)
     assert torch.allclose(lse.cpu(), want.lse, atol=1e-5)
+
+
+def test_accumulate_indexed_parts(device):
+    """Three parts of two tokens, scattered, and one that is empty."""
+    out, lse = torch.randn(7, 2, 32), torch.randn(7, 2)
+    lse[5], out[5] = -torch.inf, torch.nan
+    first, step, parts = [0, 3], [2, 1], 3
+    got = reference.Partial.empty(2, 2, 32, "cpu")
+    acc, acc_lse = got.out.to(device), got.lse.to(device)
+    index = (torch.tensor(x, dtype=torch.int32, device=device) for x in (first, step))
+    accumulate(acc, acc_lse, out.to(device), lse.to(device), *index, parts)
+    for t in range(2):
+        want = reference.Partial.empty(1, 2, 32, "cpu")
+        for i in range(parts):
+            row = first[t] + i * step[t]
+            part = reference.Partial(out[row : row + 1].nan_to_num(), lse[row : row + 1])
+            want = reference.merge(want, part)
+        assert torch.allclose(acc[t].cpu(), want.out[0], atol=1e-5)
+        assert torch.allclose(acc_lse[t].cpu(), want.lse[0], atol=1e-5)
