@@ -6,12 +6,14 @@ Gives tests what HTTP hides: full logits, chosen slots and request rows, forced 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from oscar_sglang.launch_server import enter_cpu_mode
+from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
 
-enter_cpu_mode()  # before anything imports transformers or sglang
+if not has_gpu():
+    enter_cpu_mode()  # before anything imports transformers or sglang
 
 
 @dataclass
@@ -37,10 +39,11 @@ class Runner:
         )
 
         load_plugins()
+        self.device = torch.device("cuda" if has_gpu() else "cpu")
         args = ServerArgs(
             model_path=str(model_dir),
-            device="cpu",
-            dtype="float32",
+            device=self.device.type,
+            dtype="bfloat16" if has_gpu() else "float32",
             kv_cache_dtype="int2",
             oscar_artifact=str(artifact),
             disable_cuda_graph=True,
@@ -82,7 +85,7 @@ class Runner:
         return self._run([(r, [t]) for r, t in work], None, decode=True)
 
     def _write_slots(self, request: Request, start: int) -> None:
-        new = torch.tensor(request.slots[start:], dtype=torch.int32)
+        new = torch.tensor(request.slots[start:], dtype=torch.int32, device=self.device)
         self.req_pool.req_to_token[request.row, start : len(request.slots)] = new
 
     @torch.no_grad()
@@ -106,15 +109,16 @@ class Runner:
             new_slots += mine
             ids += tokens
             positions += range(start, start + len(tokens))
-        seq = torch.tensor(prefix) + torch.tensor(fresh)
+        tensor = partial(torch.tensor, device=self.device)
+        seq = tensor(prefix) + tensor(fresh)
         extend = {}
         if not decode:
-            fresh_t = torch.tensor(fresh)
+            fresh_t = tensor(fresh)
             extend = dict(
                 extend_num_tokens=sum(fresh),
                 extend_seq_lens=fresh_t,
                 extend_seq_lens_cpu=fresh,
-                extend_prefix_lens=torch.tensor(prefix),
+                extend_prefix_lens=tensor(prefix),
                 extend_prefix_lens_cpu=prefix,
                 extend_start_loc=fresh_t.cumsum(0) - fresh_t,
                 extend_logprob_start_lens_cpu=fresh,
@@ -122,19 +126,21 @@ class Runner:
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
             batch_size=len(work),
-            input_ids=torch.tensor(ids),
-            req_pool_indices=torch.tensor([r.row for r, _ in work]),
+            input_ids=tensor(ids),
+            req_pool_indices=tensor([r.row for r, _ in work]),
             seq_lens=seq,
-            seq_lens_cpu=seq,
+            seq_lens_cpu=seq.cpu(),
             seq_lens_sum=int(seq.sum()),
-            out_cache_loc=torch.tensor(new_slots),
-            positions=torch.tensor(positions),
+            out_cache_loc=tensor(new_slots),
+            positions=tensor(positions),
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             **extend,
         )
-        return self.runner.forward(batch).logits_output.next_token_logits.float()
+        return self.runner.forward(batch).logits_output.next_token_logits.float().cpu()
 
     def history_rows(self, request: Request, layer: int, n: int | None = None):
         """Encoded K and V rows (packed codes, metadata) of the request's first n tokens."""
-        return self.segments.history.read(layer, torch.tensor(request.slots[:n]))
+        return self.segments.history.read(
+            layer, torch.tensor(request.slots[:n], device=self.device)
+        )
