@@ -4,6 +4,9 @@
     calibrate_codecs(model_dir, codecs, ...)    several codecs from one pass        (pipeline.py)
     ensure_artifact(model_dir, codec)           the same, cached per user and model (auto.py)
     QuantisedCache(model, artifact, windows)    run a model on a quantised cache    (emulate.py)
+    evaluate(Options(model_dir, ...))           judge methods and artifacts         (evaluation/)
+    verify(artifact, model_dir)                 is a recorded error seen again      (verify.py)
+    import_zoo(k_file, v_file, model_dir)       OSCAR's published rotations         (zoo.py)
 
 Names are resolved on first use: importing this package imports neither torch nor transformers.
 """
@@ -13,9 +16,14 @@ from importlib import import_module
 _HOME = {
     "CalibrationError": "errors",
     "QuantisedCache": "emulate",
+    "Options": "evaluation.evaluate",
     "calibrate": "pipeline",
     "calibrate_codecs": "pipeline",
     "ensure_artifact": "auto",
+    "evaluate": "evaluation.evaluate",
+    "export_zoo": "zoo",
+    "import_zoo": "zoo",
+    "verify": "verify",
 }
 __all__ = list(_HOME)
 

@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("scratch_tokens"),
         type=int,
-        help="prefix tokens materialised at a time in prefill (default 32768; 4096 on a CPU)",
+        help="prefix tokens materialised at a time (default: context, <= 131072; 4096 on a CPU)",
     )
 
 

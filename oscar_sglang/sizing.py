@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 # Without --max-running-requests the windows may take this share of the cache's memory.
 _WINDOW_SHARE = 1 / 8
 _MAX_DEFAULT_ROWS = 256
-# A larger tile means fewer launches per prefix; 32k tokens are 134 MB at 8 heads of 128.
-_SCRATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+# On a GPU the prefix of a turn is best materialised in one piece: 128k tokens are 0.5 GB at 8 heads
+# of 128 (time to first token on a 100k prefix: 4 pieces 149 ms, 1 piece 124 ms on an H200).
+_SCRATCH_TOKENS = {"cpu": 4096, "cuda": 131072}
 
 
 def make_plan(
@@ -29,6 +30,7 @@ def make_plan(
     budget_bytes: int,
     max_running_requests: int | None,
     device: str,
+    context_length: int,
 ) -> MemoryPlan:
     """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache.
 
@@ -52,7 +54,8 @@ def make_plan(
         windows=windows,
         rows=max_running_requests + 1,  # row 0 is SGLang's padding row
         sink_cache_rows=config.sink_cache_tokens or 2 * config.sink_tokens * max_running_requests,
-        scratch_tokens=config.scratch_tokens or _SCRATCH_TOKENS["cpu" if on_cpu else "cuda"],
+        scratch_tokens=config.scratch_tokens
+        or min(_SCRATCH_TOKENS["cpu" if on_cpu else "cuda"], context_length),
         itemsize=itemsize,
         scratch_itemsize=4 if on_cpu else itemsize,
         codec_params=CODECS[config.codec].params,
@@ -73,6 +76,7 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
         budget_bytes=budget_bytes,
         max_running_requests=requested and max(1, requested // kvc.ps.attn_dp_size),
         device=kvc.device,
+        context_length=kvc.model_config.context_len,
     )
     if kvc.device == "cpu":
         return plan

@@ -55,6 +55,7 @@ def main(model: str, artifact: str, page_size: int) -> None:
     for token in ids[150:]:
         runner.decode((decoded, token))
     ways["decode"] = decoded
+    spacing = plain[1].float().abs().amax(-1, keepdim=True) * 2**-10
     report = {}
     for name, request in ways.items():
         packed, meta = stored(request)
@@ -63,11 +64,8 @@ def main(model: str, artifact: str, page_size: int) -> None:
         report[name] = {
             "codes": (packed != plain[0]).float().mean().item(),
             "meta": (meta != plain[1]).float().mean().item(),
-            # Neighbouring FP16 numbers of one sign are neighbouring integers.
-            "meta_ulp": (meta.view(torch.int16).int() - plain[1].view(torch.int16).int())
-            .abs()
-            .max()
-            .item(),
+            # Largest difference in units of FP16 spacing at the row's largest stored number.
+            "meta_spacings": ((meta - plain[1]).abs().float() / spacing).max().item(),
         }
     digest = [int(x.view(torch.uint8).long().sum()) for x in plain]
     print(json.dumps({"ways": report, "digest": digest}))

@@ -26,7 +26,7 @@ def pareto(rows: list[dict[str, Any]]) -> str:
     c = Canvas(height=440, right=110)
     kls = [max(r["kl"], _KL_FLOOR) for r in rows]
     low, high = min(kls) / 1.6, max(kls) * 1.6
-    x, y = log(2.0, 8.2, c.x0 + 10, c.x1), log(low, high, c.y0, c.y1)
+    x, y = log(1.8, 8.2, c.x0 + 10, c.x1), log(low, high, c.y0, c.y1)
     c.y_axis(y, decades(low, high), "KL from the exact cache, nats a token (log)")
     c.x_axis(x, _BIT_TICKS, "bits per element of the history, measured (log)")
     _front(c, [(x(r["bits"]), y(max(r["kl"], _KL_FLOOR))) for r in rows])
@@ -70,7 +70,7 @@ def layer_lines(rows: list[dict[str, Any]]) -> str:
         c.path(points, f"line s{i}")
         for (px, py), (j, e) in zip(points, enumerate(r["layer_error"]), strict=True):
             c.dot(px, py, f"dot s{i}", f"{r['codec']}, layer {j}: {e:.2%}", 2.5)
-        labels.place(*points[-1], r["codec"], f"label s{i}")
+        labels.place(*points[-1], r["codec"], f"label s{i}", sides=(1,))
     return c.render("error of attention outputs per layer")
 
 
@@ -81,9 +81,9 @@ def _percent(value: float) -> str:
 def heatmap(values: list[list[float]], rows: str, what: str, log_scale: bool = True) -> str:
     """values [L][heads]: layers across, heads down; darker is larger."""
     layers, heads = len(values), len(values[0])
-    cell = min(28, 760 // layers)
+    cell = min(28, 700 // layers)
     tall = max(12, min(cell, 300 // heads))
-    c = Canvas(width=64 + cell * layers + 140, height=24 + tall * heads + 44, right=140)
+    c = Canvas(width=96 + cell * layers + 140, height=24 + tall * heads + 44, left=96, right=140)
     flat = [max(v, 1e-9) for layer in values for v in layer]
     low, high = min(flat), max(flat)
     low = min(low, high / 1.0001)
@@ -98,7 +98,7 @@ def heatmap(values: list[list[float]], rows: str, what: str, log_scale: bool = T
     for i, label in layer_ticks(layers):
         c.text(c.x0 + (i + 0.5) * cell, c.y1 + heads * tall + 16, label, "tick", "middle")
     c.text(c.x0 + layers * cell / 2, c.height - 6, "layer", "title", "middle")
-    c.text(8, c.y1 + heads * tall / 2 + 4, rows, "title")
+    c.text(0, c.y1 + heads * tall / 2 + 4, rows, "title")
     _legend(c, c.x0 + layers * cell + 20, low, high)
     return c.render(what)
 

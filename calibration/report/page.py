@@ -72,8 +72,8 @@ def _figure(title: str, svg: str, caption: str) -> str:
 def _quality(rows: list[dict[str, Any]]) -> list[str]:
     key = (
         '<p class="key"><span class="ours">&#9679; this project</span> '
-        '<span class="served">&#9679; published, served too</span> '
-        '<span class="base">&#9679; baselines</span> '
+        '<span class="served">&#9679; OSCAR, its Lloyd-Max form, OScaR</span> '
+        '<span class="base">&#9679; other baselines</span> '
         "<span>&#9675; with its own windows or none</span></p>"
     )
     caption = (
@@ -120,7 +120,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: float | None, form: str) -> str:
-    return f"<td>{form.format(value).replace('-', '−') if value is not None else ''}</td>"
+    if value is None:
+        return "<td></td>"
+    return f"<td>{form.format(round(value, 5) + 0.0).replace('-', '−')}</td>"
 
 
 def _layers(rows: list[dict[str, Any]]) -> list[str]:

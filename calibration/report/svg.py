@@ -120,9 +120,9 @@ class Labels:
     def block(self, x: float, y: float, radius: float = 6) -> None:
         self.taken.append((x - radius, y - radius, x + radius, y + radius))
 
-    def place(self, x: float, y: float, words: str, css: str) -> None:
+    def place(self, x: float, y: float, words: str, css: str, sides=(1, -1)) -> None:
         width = 6.6 * len(words)
-        for dx, dy in _OFFSETS:
+        for dx, dy in (o for o in _OFFSETS if math.copysign(1, o[0]) in sides):
             left = x + dx if dx > 0 else x + dx - width
             box = (left, y + dy - 8, left + width, y + dy + 4)
             inside = self.canvas.x0 < box[0] and box[2] < self.canvas.width

@@ -17,6 +17,7 @@ from . import artifacts, calibrate, evaluate
 
 __all__ = ["CODEC_NAMES", "main"]
 
+_PIPED_WIDTH = 120
 _OURS = __package__.partition(".")[0]
 
 
@@ -24,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args, Console()) or 0
+        width = None if sys.stdout.isatty() else _PIPED_WIDTH
+        return args.run(args, Console(width=width)) or 0
     except (ValueError, OSError) as error:
         if not _is_ours(error):
             raise

@@ -92,8 +92,7 @@ def run_eval(args: argparse.Namespace, console: Console) -> None:
             progress("evaluating", done, total)
 
         found = evaluate(options, report, progress)
-    width = console.width if console.is_terminal else max(console.width, 110)
-    console.print(_table(found["results"]), width=width)
+    console.print(_table(found["results"]))
     for sentence in _verdict(found):
         console.print(sentence, soft_wrap=True, highlight=False)
     if args.html:
@@ -157,4 +156,4 @@ def _table(results: list[dict]) -> Table:
 
 def _cell(row: dict, name: str, form: str) -> str:
     value = row.get(name)
-    return "-" if value is None else form.format(value)
+    return "-" if value is None else form.format(round(value, 6) + 0.0)
