@@ -5,7 +5,6 @@
     ensure_artifact(model_dir, codec)           the same, cached per user and model (auto.py)
     QuantisedCache(model, artifact, windows)    run a model on a quantised cache    (emulate.py)
     evaluate(Options(model_dir, ...))           judge methods and artifacts         (evaluation/)
-    verify(artifact, model_dir)                 is a recorded error seen again      (verify.py)
     import_zoo(k_file, v_file, model_dir)       OSCAR's published rotations         (zoo.py)
 
 Names are resolved on first use: importing this package imports neither torch nor transformers.
@@ -23,7 +22,6 @@ _HOME = {
     "evaluate": "evaluation.evaluate",
     "export_zoo": "zoo",
     "import_zoo": "zoo",
-    "verify": "verify",
 }
 __all__ = list(_HOME)
 
