@@ -13,7 +13,7 @@ import torch
 from ..fingerprint import read_config, text_config
 from .errors import CalibrationError
 
-SEQUENCE = 2048
+SEQUENCE = 8192  # K's mean after RoPE depends on the positions it is taken over: cover many
 _CHARS_PER_TOKEN = 16  # of a text file, at most this much is read
 RANDOM = "random"
 
@@ -52,7 +52,8 @@ def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tok
     config = read_config(model_dir)
     vocab = vocabulary(model_dir)
     if source == RANDOM:
-        sequences = _random(vocab, _bos(config), tokens, seed)
+        length = min(SEQUENCE, text_config(config).get("max_position_embeddings") or SEQUENCE)
+        sequences = _random(vocab, _bos(config), tokens, seed, length)
         return Tokens(sequences, f"uniform random ids, seed {seed}", seed)
     path, _, key = source.rpartition(":")
     if path.endswith(".npz"):
@@ -77,9 +78,11 @@ def vocabulary(model_dir: Path) -> int:
     return vocab
 
 
-def _random(vocab: int, bos: int | None, tokens: int, seed: int) -> list[torch.Tensor]:
+def _random(
+    vocab: int, bos: int | None, tokens: int, seed: int, length: int
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sequences = list(torch.randint(vocab, (tokens,), generator=generator).split(SEQUENCE))
+    sequences = list(torch.randint(vocab, (tokens,), generator=generator).split(length))
     if bos is not None:
         for ids in sequences:
             ids[0] = bos

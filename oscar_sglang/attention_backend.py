@@ -8,6 +8,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
+from .debug_tags import DebugTags
+from .hooks import config_of
 from .kernels import reference
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class OscarAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
+        self.tags: DebugTags | None = None
+        if config_of(runner.server_args).debug_tags:
+            table = self.req_to_token_pool.req_to_token
+            self.tags = DebugTags(self.pool.segments, table.shape[1])
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         fb, seg = forward_batch, self.pool.segments
@@ -64,6 +70,8 @@ class OscarAttnBackend(AttentionBackend):
         self.batch = reference.plan_batch(
             seg, fb.req_pool_indices, prefix_lens, fb.seq_lens, fb.out_cache_loc
         )
+        if self.tags:
+            self.tags.begin(self.batch, fb.input_ids, self.req_to_token_pool.req_to_token)
         self._count()
 
     def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> None:
@@ -80,6 +88,8 @@ class OscarAttnBackend(AttentionBackend):
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()
                 hits = reference.restore_sinks(self.pool.segments, row, slots)
                 self.pool.device_counters += torch.tensor([hits, cached - hits, 1])
+            if self.tags:
+                self.tags.start(row, self.req_to_token_pool.req_to_token[row, :prefix].long())
 
     def _count(self) -> None:
         batch, counters, windows = self.batch, self.pool.counters, self.pool.setup.plan.windows
@@ -117,6 +127,8 @@ class OscarAttnBackend(AttentionBackend):
             layer.scaling,
             layer.logit_cap or 0.0,
         )
+        if self.tags and index == 0:
+            self.tags.check_reads()
         reference.store(self.pool.segments, index, self.batch, k, v)
         return out.to(q.dtype).flatten(1)
 

@@ -34,6 +34,7 @@ class OscarConfig:
     recent_tokens      exact last positions of a request
     sink_cache_tokens  rows of the exact sink store behind the prefix cache
     scratch_tokens     prefix tokens materialised at a time during prefill
+    debug_tags         check every read against what was written (``debug_tags.py``; CPU only)
     """
 
     codec: str | None = None
@@ -42,6 +43,7 @@ class OscarConfig:
     recent_tokens: int = 256
     sink_cache_tokens: int | None = None
     scratch_tokens: int | None = None
+    debug_tags: bool = False
 
     def __post_init__(self) -> None:
         if self.codec not in (None, *CODEC_NAMES):
@@ -55,6 +57,8 @@ class OscarConfig:
                     f"{flag(name)} must be a whole number of at least 1, got {value!r}; both "
                     "windows are needed for quality (defaults: sink 64, recent 256)"
                 )
+        if not isinstance(self.debug_tags, bool):
+            raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> OscarConfig:
@@ -102,6 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag("scratch_tokens"),
         type=int,
         help="prefix tokens materialised at a time (default: context, <= 131072; 4096 on a CPU)",
+    )
+    add(
+        flag("debug_tags"),
+        action="store_true",
+        default=None,
+        help="stop with an error if attention ever reads another token than it should (CPU, slow)",
     )
 
 

@@ -333,6 +333,13 @@ def _create_backend(runner: Any) -> Any:
             f"--attention-backend {ATTENTION_BACKEND} is chosen by --kv-cache-dtype "
             f"{KV_CACHE_DTYPE}; give that instead"
         )
+    from .memory_pool import OscarKVPool
+
+    if not isinstance(runner.token_to_kv_pool, OscarKVPool):
+        raise OscarError(
+            f"SGLang built a {type(runner.token_to_kv_pool).__name__} for this model, which int2 "
+            "does not support; drop --kv-cache-dtype int2"
+        )
     if runner.device == "cpu":
         from .attention_backend import OscarAttnBackend
 

@@ -26,6 +26,8 @@ _OPTIONS = (
     ("enable_two_batch_overlap", "--enable-two-batch-overlap", "not built yet"),
     ("enable_pdmux", "--enable-pdmux", "not built yet"),
     ("dllm_algorithm", "--dllm-algorithm", "diffusion models rewrite their cache"),
+    ("enable_dp_attention", "--enable-dp-attention", "not built yet"),
+    ("use_ray", "--use-ray", "it copies the arguments without ours"),
     ("kv_canary", "--kv-canary", "it checks BF16 buffers"),
 )
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -48,8 +50,12 @@ def refuse_options(args: Any) -> None:
             "--kv-cache-dtype int2 does not capture prefill yet; drop "
             f"--cuda-graph-backend-prefill {graph} or set it to disabled"
         )
-    if (getattr(args, "dcp_size", 1) or 1) > 1:
-        raise OscarError("--kv-cache-dtype int2 does not work with --dcp-size > 1; drop it")
+    for field in ("dcp_size", "pp_size"):
+        if (getattr(args, field, 1) or 1) > 1:
+            flag = "--" + field.replace("_", "-")
+            raise OscarError(
+                f"--kv-cache-dtype int2 does not work with {flag} > 1 yet; drop {flag}"
+            )
     for field in _BACKENDS:
         if (name := getattr(args, field, None)) not in (None, ATTENTION_BACKEND):
             flag = "--" + field.replace("_", "-")
@@ -87,13 +93,21 @@ def refuse_model(config: Any) -> None:
         )
     if config.is_encoder_decoder:
         raise OscarError(f"{name} is an encoder-decoder model; drop --kv-cache-dtype int2")
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if mambaish_config(config):
+        raise OscarError(
+            f"{name} mixes attention with linear-attention layers, which int2 does not support "
+            "yet; drop --kv-cache-dtype int2"
+        )
     window = getattr(config.hf_text_config, "sliding_window", None)
     uses_window = getattr(config.hf_text_config, "use_sliding_window", window is not None)
     layer_types = getattr(config.hf_text_config, "layer_types", None) or ()
-    if config.is_hybrid_swa or "sliding_attention" in layer_types or (window and uses_window):
+    local = "sliding_attention" in layer_types or config.attention_chunk_size
+    if config.is_hybrid_swa or local or (window and uses_window):
         raise OscarError(
-            f"{name} has sliding-window attention layers, which int2 does not support yet; "
-            "drop --kv-cache-dtype int2"
+            f"{name} has sliding-window (or chunked) attention layers, which int2 does not support "
+            "yet; drop --kv-cache-dtype int2"
         )
     if config.head_dim not in SUPPORTED_HEAD_DIMS:
         raise OscarError(

@@ -41,6 +41,11 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     """
     refuse_options(server_args)
     refuse_page_size(server_args.page_size, server_args.device)
+    if config.debug_tags and server_args.device != "cpu":
+        raise OscarError(
+            "--oscar-debug-tags checks the reference path only, which serves on a CPU; drop it or "
+            "add --device cpu"
+        )
     refuse_model(server_args.get_model_config())
     return config.with_artifact(*_find_artifact(server_args, config))
 

@@ -80,10 +80,10 @@ def test_calibrate_removes_the_partial_file(folder, tmp_path):
 
 
 def test_sampled_tokens_are_seeded_said_twice_and_likely(folder, model):
-    tokens = load_tokens("random", folder, 3001, seed=3)
+    tokens = load_tokens("random", folder, 5049, seed=3)
     found = plausible(model, tokens)
     assert found.description == "sampled from the model, seed 3"
-    assert [len(s) for s in found.sequences] == [2048, 953]
+    assert [len(s) for s in found.sequences] == [4096, 953]
     assert found.hash == plausible(model, tokens).hash
     for before, ids in zip(tokens.sequences, found.sequences, strict=True):
         half = (len(ids) + 1) // 2

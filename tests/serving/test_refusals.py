@@ -46,6 +46,16 @@ MODELS = {
         "sliding_window": 128,
         "query_pre_attn_scalar": 64,
     },
+    "hybrid": {
+        **LLAMA,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "mla": {
         **LLAMA,
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -91,6 +101,7 @@ CASES = {
         {},
         ["drop --speculative-algorithm"],
     ),
+    "pipeline parallelism": ("llama", "good", ("--pp-size", "2"), {}, ["drop --pp-size"]),
     "page size 24": ("llama", "good", ("--page-size", "24"), {}, ["--page-size 24", "16"]),
     "page size on a CPU": (
         "llama",
@@ -176,6 +187,18 @@ def test_refused_before_weights_load(results, name):
     for word in words:
         assert word in message, result["output"][-3000:]
     assert "Load weight" not in result["output"]
+
+
+def test_hybrid_linear_attention_is_refused(tmp_path):
+    """SGLang itself stops such models on a CPU, earlier and for another reason."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from oscar_sglang.config import OscarError
+    from oscar_sglang.refusals import refuse_model
+
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["hybrid"]))
+    with pytest.raises(OscarError, match="linear-attention layers.*drop --kv-cache-dtype int2"):
+        refuse_model(ModelConfig(str(tmp_path)))
 
 
 def test_wrong_sglang_version_is_refused(monkeypatch):
