@@ -78,9 +78,7 @@ def vocabulary(model_dir: Path) -> int:
     return vocab
 
 
-def _random(
-    vocab: int, bos: int | None, tokens: int, seed: int, length: int
-) -> list[torch.Tensor]:
+def _random(vocab: int, bos: int | None, tokens: int, seed: int, length: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     sequences = list(torch.randint(vocab, (tokens,), generator=generator).split(length))
     if bos is not None:

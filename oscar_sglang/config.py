@@ -18,6 +18,7 @@ ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
 CODEC_NAMES = ("feedback", "aligned", "oscar")
 PREFIX = "oscar_"
+DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
 
 
 class OscarError(ValueError):
@@ -117,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def option_names() -> list[str]:
     return [PREFIX + f.name for f in fields(OscarConfig)]
+
+
+def disabled() -> bool:
+    """The kill switch: $OSCAR_SGLANG_DISABLE set to anything but 0, false, no or off."""
+    value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
+    return value not in ("", "0", "false", "no", "off")
 
 
 def cache_dir() -> Path:

@@ -16,10 +16,12 @@ from typing import Any
 
 from .config import (
     ATTENTION_BACKEND,
+    DISABLE_VARIABLE,
     KV_CACHE_DTYPE,
     OscarConfig,
     OscarError,
     add_arguments,
+    disabled,
     option_names,
 )
 
@@ -311,6 +313,10 @@ def register() -> None:
 
     With another SGLang only the argument hooks go in: they refuse int2 with a message.
     """
+    if disabled():
+        # int2 and --oscar-* are then unknown to SGLang's own parser: refused, not served in BF16.
+        logger.warning("oscar: switched off by %s, the plugin does nothing", DISABLE_VARIABLE)
+        return
     import sglang
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

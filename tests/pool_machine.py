@@ -13,20 +13,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from oscar_sglang.debug_tags import DebugTags, chain
 from oscar_sglang.kernels import codec, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams
 from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
-from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
-
-if not has_gpu():
-    enter_cpu_mode()
-from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 
 D, ROWS, CONTEXT, BANK = 16, 4, 64, 1024
 WINDOWS = WindowLayout(n_sink=4, n_recent=8)

@@ -72,11 +72,11 @@ def test_anything_else_starts_again(model, tmp_path, damage):
 def test_calibrate_removes_the_partial_file(folder, tmp_path):
     path = tmp_path / "a.partial"
     with pytest.raises(Stop):
-        calibrate(folder, tokens=5000, partial=path, progress=stop_after(4096))
+        calibrate(folder, tokens=9000, partial=path, progress=stop_after(8192))
     assert path.exists()
-    resumed = calibrate(folder, tokens=5000, partial=path)
+    resumed = calibrate(folder, tokens=9000, partial=path)
     assert not path.exists()
-    assert resumed.id == calibrate(folder, tokens=5000).id
+    assert resumed.id == calibrate(folder, tokens=9000).id
 
 
 def test_sampled_tokens_are_seeded_said_twice_and_likely(folder, model):

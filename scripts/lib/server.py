@@ -19,14 +19,53 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-class Server:
+class Client:
+    """HTTP to a server on this machine: ``Client(30000).generate(ids)``."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def request(self, path: str, body: dict | None = None, timeout: float = 300):
+        """POST ``body`` as JSON (GET without one); returns parsed JSON or text."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            text = response.read().decode()
+        return json.loads(text) if text[:1] in "[{" else text
+
+    def generate(self, ids: list[int], new_tokens: int = 1, **options) -> dict:
+        """Greedy ``/generate`` on token ids."""
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        return self.request("/generate", {"input_ids": ids, "sampling_params": sampling, **options})
+
+    def state(self) -> dict:
+        """The ``oscar`` block of /server_info."""
+        return self.internal_state()["oscar"]
+
+    def internal_state(self) -> dict:
+        return self.request("/server_info")["internal_states"][0]
+
+    def flush(self) -> None:
+        for _ in range(100):  # refused while a request is still being retired
+            try:
+                self.request("/flush_cache", {})
+                return
+            except urllib.error.HTTPError:
+                time.sleep(0.1)
+        raise TimeoutError("/flush_cache was refused for 10 s")
+
+
+class Server(Client):
     """``with Server(model, log, "--kv-cache-dtype", "int2", ...) as s: s.post(...)``
 
     Starts ``python -m oscar_sglang.launch_server``; on exit the whole process group is killed.
     """
 
     def __init__(self, model: Path, log: Path, *args: str, env: dict | None = None, timeout=300):
-        self.port = free_port()
+        super().__init__(free_port())
         self.log = Path(log)
         self.timeout = timeout
         self.command = [
@@ -66,35 +105,3 @@ class Server:
 
     def tail(self, characters: int = 4000) -> str:
         return self.log.read_text(errors="replace")[-characters:]
-
-    def request(self, path: str, body: dict | None = None, timeout: float = 300):
-        """POST ``body`` as JSON (GET without one); returns parsed JSON or text."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            text = response.read().decode()
-        return json.loads(text) if text[:1] in "[{" else text
-
-    def generate(self, ids: list[int], new_tokens: int = 1, **options) -> dict:
-        """Greedy ``/generate`` on token ids."""
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        return self.request("/generate", {"input_ids": ids, "sampling_params": sampling, **options})
-
-    def state(self) -> dict:
-        """The ``oscar`` block of /server_info."""
-        return self.internal_state()["oscar"]
-
-    def internal_state(self) -> dict:
-        return self.request("/server_info")["internal_states"][0]
-
-    def flush(self) -> None:
-        for _ in range(100):  # refused while a request is still being retired
-            try:
-                self.request("/flush_cache", {})
-                return
-            except urllib.error.HTTPError:
-                time.sleep(0.1)
-        raise TimeoutError("/flush_cache was refused for 10 s")

@@ -1,0 +1,44 @@
+"""``oscar-sglang doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+_STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
+
+
+def add(commands) -> None:
+    p = commands.add_parser("doctor", help="is this machine ready for int2; what would be refused")
+    p.add_argument("--model", type=Path, metavar="DIR", help="local model directory to check")
+    p.add_argument("--artifact", type=Path, metavar="FILE", help="artifact to check")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Print every check; status 1 if one of them failed."""
+    from ..launch_server import enter_cpu_mode, has_gpu
+
+    if not has_gpu():
+        enter_cpu_mode()  # before anything imports transformers or sglang
+    from ..doctor import FAIL, examine
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, about kernels a CPU does not have
+        checks = list(examine(args.model, args.artifact))
+    table = Table(box=None, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        style = _STYLES[check.status]
+        table.add_row(f"[{style}]{check.status}[/]", check.name, check.detail.replace("[", r"\["))
+    console.print(table)
+    failed = sum(check.status == FAIL for check in checks)
+    verdict = f"{failed} of {len(checks)} checks failed" if failed else "ready for int2"
+    console.print(verdict, style="red" if failed else "green")
+    return int(failed > 0)

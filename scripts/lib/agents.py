@@ -1,0 +1,218 @@
+"""Agent sessions on token ids: many at once, then each alone, and where the two differ.
+
+A session is a shared system prompt, then turns of fresh tokens (the user, a tool's result), each
+answered greedily; every turn's prompt is the whole conversation so far. The run alone replays the
+recorded prompts on an empty cache, so every turn can be compared, also after one that differs.
+
+A prefix hit reads 2-bit history where a fresh prefill reads exact rows, so logits move with what was
+cached. How far a *foreign* context moves them is measured too, between sessions. A difference is
+
+    tie      KL far below foreign, and the two tokens were almost equally likely
+    drift    KL far below foreign: another mix of exact and 2-bit rows
+    corrupt  anything else
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+
+from server import Client
+
+# "Far below": at most this share of the median KL between different sessions.
+FOREIGN_SHARE = 0.1
+TIE_NATS = 0.1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is sent. Lengths in tokens; everything follows from ``seed``."""
+
+    sessions: int = 8
+    turns: int = 4
+    systems: int = 2
+    system_tokens: int = 64
+    turn_tokens: tuple[int, int] = (8, 48)
+    answer_tokens: tuple[int, int] = (4, 24)
+    hangups: float = 0.2  # share of turns that are first abandoned by their client
+    vocab: int = 256
+    top: int = 20  # log-probabilities compared per token
+    seed: int = 0
+
+
+@dataclass
+class Turn:
+    """One request of a session; ``prompt`` and ``answer`` are filled by the run."""
+
+    fresh: list[int]
+    new_tokens: int
+    hangup_after: int | None  # events of the stream
+    prompt: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a turn that differs from the run alone. All in nats.
+
+    kl     lower bound of KL(alone || together) from the top tokens
+    gap    between the best token alone and the one chosen together (None: not among the top)
+    """
+
+    session: int
+    turn: int
+    token: int
+    kl: float
+    gap: float | None
+
+    def kind(self, foreign: float) -> str:
+        if self.gap is None or self.kl > FOREIGN_SHARE * foreign:
+            return "corrupt"
+        return "tie" if self.gap <= TIE_NATS else "drift"
+
+
+def plan(w: Workload) -> list[list[Turn]]:
+    """The sessions of a workload."""
+    rng = random.Random(w.seed)
+
+    def tokens(n: int) -> list[int]:
+        return [rng.randrange(3, w.vocab) for _ in range(n)]
+
+    systems = [tokens(w.system_tokens) for _ in range(w.systems)]
+    sessions = []
+    for i in range(w.sessions):
+        turns = []
+        for t in range(w.turns):
+            fresh = tokens(rng.randint(*w.turn_tokens))
+            hangup = rng.randrange(4) if rng.random() < w.hangups else None
+            system = systems[i % w.systems] if t == 0 else []
+            turns.append(Turn(system + fresh, rng.randint(*w.answer_tokens), hangup))
+        sessions.append(turns)
+    return sessions
+
+
+def ask(client: Client, turn: Turn, top: int) -> tuple[list[int], list[dict], int]:
+    """Answer, top log-probabilities of each of its tokens, cached prompt tokens."""
+    options = {"return_logprob": True, "top_logprobs_num": top}
+    reply = client.generate(turn.prompt, turn.new_tokens, **options)
+    meta = reply["meta_info"]
+    steps = [{t: value for value, t, *_ in step} for step in meta["output_top_logprobs"]]
+    return reply["output_ids"], steps, meta["cached_tokens"]
+
+
+def hang_up(client: Client, prompt: list[int], new_tokens: int, events: int) -> None:
+    """Start a streaming request and close the connection after so many events."""
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=300)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/generate", json.dumps(body), headers)
+    if events:
+        response = connection.getresponse()
+        for _ in range(2 * events):  # each event is followed by an empty line
+            response.readline()
+    connection.close()
+
+
+def run_session(client: Client, turns: list[Turn], top: int) -> None:
+    """Fill in prompts and answers, turn by turn."""
+    context: list[int] = []
+    for turn in turns:
+        turn.prompt = context + turn.fresh
+        if turn.hangup_after is not None:
+            hang_up(client, turn.prompt, turn.new_tokens, turn.hangup_after)
+        turn.answer, turn.top, turn.cached = ask(client, turn, top)
+        context = turn.prompt + turn.answer
+
+
+def kl_bound(a: dict[int, float], b: dict[int, float]) -> float:
+    """Lower bound of KL(a || b) of two top lists: a token that is missing in b's list has at most
+    the probability of its last entry; what neither names is one bucket."""
+    common, last = a.keys() & b.keys(), min(b.values())
+    total = sum(math.exp(p) * (p - b.get(t, last)) for t, p in a.items())
+    rest_a = max(1 - sum(math.exp(p) for p in a.values()), 1e-9)
+    rest_b = max(1 - sum(math.exp(b[t]) for t in common), 1e-9)
+    return max(0.0, total + rest_a * math.log(rest_a / rest_b))
+
+
+def foreign_kl(sessions: list[list[Turn]]) -> float:
+    """Median KL between the first tokens of different sessions at the same turn."""
+    pairs = [
+        kl_bound(a[t].top[0], b[t].top[0])
+        for a, b in itertools.permutations(sessions, 2)
+        for t in range(len(a))
+    ]
+    return statistics.median(pairs) if pairs else math.inf
+
+
+def compare(
+    session: int, number: int, together: Turn, answer: list[int], top: list[dict[int, float]]
+) -> tuple[Difference | None, list[float]]:
+    """First difference of a turn from ``answer`` alone, and the KL at the tokens before it."""
+    noise = []
+    for i, (mine, alone) in enumerate(zip(together.answer, answer, strict=True)):
+        kl = kl_bound(top[i], together.top[i])
+        if mine != alone:
+            gap = top[i][alone] - top[i][mine] if mine in top[i] else None
+            return Difference(session, number, i, kl, gap), noise
+        noise.append(kl)
+    return None, noise
+
+
+def simulate(
+    client: Client, w: Workload, concurrency: int, say: Callable[[str], None] = lambda _: None
+) -> dict:
+    """Run a workload, then every session alone on an empty cache; a JSON-ready report."""
+    sessions = plan(w)
+    with ThreadPoolExecutor(concurrency) as pool:
+        list(pool.map(lambda turns: run_session(client, turns, w.top), sessions))
+    say(f"{w.sessions} sessions together: done")
+    differences, noise = [], []
+    for s, turns in enumerate(sessions):
+        client.flush()
+        for t, turn in enumerate(turns):
+            answer, top, _ = ask(client, turn, w.top)
+            difference, kls = compare(s, t, turn, answer, top)
+            noise += kls
+            differences += [difference] if difference else []
+        say(f"session {s} alone: {sum(d.session == s for d in differences)} turns differ")
+    client.flush()
+    return report(w, concurrency, sessions, differences, noise)
+
+
+def report(w, concurrency, sessions, differences, noise) -> dict:
+    again = [(a, b) for turns in sessions for a, b in zip(turns, turns[1:], strict=False)]
+    prompt = sum(len(t.prompt) for turns in sessions for t in turns)
+    noise = sorted(noise) or [0.0]
+    foreign = foreign_kl(sessions)
+    kinds = [d.kind(foreign) for d in differences]
+    return {
+        "workload": asdict(w),
+        "concurrency": concurrency,
+        "turns": sum(map(len, sessions)),
+        "abandoned": sum(t.hangup_after is not None for turns in sessions for t in turns),
+        "prompt_tokens": prompt,
+        "cached_tokens": sum(t.cached for turns in sessions for t in turns),
+        # Turns whose own conversation had partly been evicted.
+        "evicted_turns": sum(b.cached < len(a.prompt) for a, b in again),
+        "agreeing_tokens": len(noise),
+        "kl_of_agreeing_tokens": {
+            "mean": sum(noise) / len(noise),
+            "p99": noise[int(0.99 * (len(noise) - 1))],
+            "max": noise[-1],
+        },
+        "kl_of_foreign_sessions": foreign,
+        **{kind: kinds.count(kind) for kind in ("tie", "drift", "corrupt")},
+        "differences": [
+            {**asdict(d), "kind": kind} for d, kind in zip(differences, kinds, strict=True)
+        ],
+    }

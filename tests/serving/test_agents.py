@@ -1,0 +1,76 @@
+"""Agent sessions under eviction pressure and hang-ups, on a server that checks every read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agents import Turn, Workload, compare, kl_bound, plan, report, simulate
+from safetensors.torch import load_file, save_file
+from server import Server
+from tiny_models import VOCAB, qwen3
+
+pytestmark = pytest.mark.sglang
+
+
+def sharp(folder: Path) -> Path:
+    """A random model whose next token depends on its context: a sharp output head."""
+    file = qwen3(folder) / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] *= 8
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+def test_sessions_together_equal_sessions_alone(tmp_path):
+    flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--skip-tokenizer-init"]
+    flags += ["--max-running-requests", "4", "--max-total-tokens", "450", "--enable-mixed-chunk"]
+    flags += ["--chunked-prefill-size", "64", "--oscar-debug-tags"]
+    flags += ["--oscar-sink-cache-tokens", "512"]  # as many as slots: no collisions
+    flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32"]
+    # The same rows are exact and coded in both runs: nothing is shared, evicted or abandoned.
+    same = Workload(sessions=4, systems=4, system_tokens=8, turn_tokens=(4, 12), hangups=0)
+    same = replace(same, answer_tokens=(4, 12), top=VOCAB)
+    work = Workload(sessions=8, turn_tokens=(8, 40), answer_tokens=(4, 16), top=VOCAB)
+    with Server(sharp(tmp_path / "model"), tmp_path / "log", *flags) as server:
+        equal = simulate(server, same, concurrency=4)
+        result = simulate(server, work, concurrency=4)
+        state = server.state()
+        log = server.log.read_text()
+    print({k: v for k, v in equal.items() if k != "workload"})
+    assert equal["evicted_turns"] == 0 and equal["cached_tokens"] > 0
+    assert equal["differences"] == [] and equal["kl_of_agreeing_tokens"]["max"] < 1e-3
+    print({k: v for k, v in result.items() if k not in ("workload", "differences")})
+    assert result["turns"] == 32 and result["abandoned"] > 2
+    assert result["evicted_turns"] > 0, "the pool was meant to be too small"
+    assert result["cached_tokens"] > 0 and result["agreeing_tokens"] > 100
+    assert result["corrupt"] == 0, result["differences"]
+    assert state["history_tokens"] == 0
+    assert "OwnershipError" not in log and "Traceback" not in log
+
+
+def test_plan_is_replayable():
+    assert plan(Workload(seed=3)) == plan(Workload(seed=3)) != plan(Workload(seed=4))
+
+
+def test_kl_bound():
+    a = {1: math.log(0.5), 2: math.log(0.3)}
+    assert kl_bound(a, a) == pytest.approx(0)
+    b = {1: math.log(0.25), 2: math.log(0.15)}
+    assert kl_bound(a, b) == pytest.approx(0.8 * math.log(2) + 0.2 * math.log(0.2 / 0.6))
+    other = {7: math.log(0.9), 8: math.log(0.01)}
+    assert kl_bound(a, other) > 1
+
+
+def test_ties_and_foreign_content_are_told_apart():
+    alone = {1: math.log(0.41), 2: math.log(0.40)}
+    tie = Turn([], 1, None, answer=[2], top=[{2: math.log(0.41), 1: math.log(0.40)}])
+    found, _ = compare(0, 0, tie, [1], [alone])
+    assert found.gap < 0.03 and found.kl < 0.01
+    foreign = Turn([], 1, None, answer=[9], top=[{9: math.log(0.9), 8: math.log(0.05)}])
+    other, _ = compare(1, 0, foreign, [1], [alone])
+    assert other.gap is None and other.kl > 1
+    result = report(Workload(), 1, [[tie], [foreign]], [found, other], [0.0])
+    assert (result["tie"], result["drift"], result["corrupt"]) == (1, 0, 1)

@@ -1,0 +1,139 @@
+"""The ownership oracle itself: it stays silent on a sound pool and names each kind of damage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_reference import SCALE, Pool, Sequence
+
+from oscar_sglang.config import OscarConfig, OscarError
+from oscar_sglang.debug_tags import DebugTags, OwnershipError, chain
+from oscar_sglang.kernels import reference
+from oscar_sglang.kernels.layout import WindowLayout
+
+WINDOWS = WindowLayout(4, 16)
+
+
+class Tagged(Pool):
+    """The reference tests' pool, watched; token ids are derived from the sequence's seed."""
+
+    def __init__(self, **kwargs):
+        super().__init__(WINDOWS, **kwargs)
+        self.tags = DebugTags(self.seg, self.req_to_token.shape[1])
+
+    def begin(self, seq, prefix):
+        super().start(seq, prefix)
+        self.tags.start(seq.row, seq.slots[:prefix])
+        return seq
+
+    def forward(self, *work, between=lambda: None):
+        batch = reference.plan_batch(
+            self.seg,
+            torch.tensor([s.row for s, _, _ in work]),
+            torch.tensor([p for _, p, _ in work]),
+            torch.tensor([e for _, _, e in work]),
+            torch.cat([s.slots[p:e] for s, p, e in work]),
+        )
+        tokens = torch.cat([s.tokens[p:e] for s, p, e in work])
+        self.tags.begin(batch, tokens, self.req_to_token)
+        between()
+        q, k, v = (torch.cat([getattr(s, x)[p:e] for s, p, e in work]) for x in "qkv")
+        table = self.req_to_token
+        reference.attention(self.seg, 0, batch, q, k, v, table, self.scratch, SCALE)
+        self.tags.check_reads()
+        reference.store(self.seg, 0, batch, k, v)
+
+
+def sequence(length, row, seed, slots=None):
+    seq = Sequence(length, row, seed, slots)
+    seq.tokens = torch.arange(length) + 1000 * seed
+    return seq
+
+
+@pytest.fixture
+def pool():
+    return Tagged()
+
+
+@pytest.fixture
+def seq(pool):
+    seq = pool.begin(sequence(60, row=1, seed=5), 0)
+    pool.forward((seq, 0, 40))
+    return seq
+
+
+def test_a_sound_pool_is_silent(pool, seq):
+    pool.forward((seq, 40, 47))
+    turn = sequence(60, row=2, seed=5, slots=seq.slots.clone())
+    turn.slots[45:] = torch.tensor([pool.free.pop() for _ in range(15)])
+    pool.begin(turn, 45)
+    padding = sequence(1, row=0, seed=9, slots=torch.tensor([0]))
+    pool.forward((turn, 45, 60), (seq, 47, 48), (padding, 0, 1), (padding, 0, 1))
+    assert pool.tags.checked_tokens == 40 + 45 + 47
+
+
+def overwrite(pool, seq):
+    other = pool.begin(sequence(3, row=3, seed=8, slots=seq.slots[20:23]), 0)
+    pool.forward((other, 0, 3))
+
+
+def swap_ring(pool, seq):
+    ring = pool.seg.windows.recent_k[0][1]
+    ring[[3, 4]] = ring[[4, 3]]
+
+
+DAMAGE = {
+    "a slot given to two requests": (overwrite, "position 20: history slot .* holds position 0"),
+    "swapped ring rows": (swap_ring, "ring row .* of row 1 holds other bytes"),
+    "a sink row overwritten": (
+        lambda pool, seq: pool.seg.windows.sink_v[0][1, 2].zero_(),
+        "position 2: sink row 2 of row 1 holds other bytes",
+    ),
+    "history bytes changed": (
+        lambda pool, seq: pool.seg.history.blocks[0].bitwise_xor_(1),
+        "history slot .* holds other bytes",
+    ),
+    "a boundary that moved": (
+        lambda pool, seq: pool.seg.windows.recent_start[1].add_(30),
+        "was read from a history slot, expected a ring row",
+    ),
+    "a slot table that is off by one": (
+        lambda pool, seq: pool.req_to_token[1].copy_(pool.req_to_token[1].roll(1)),
+        "position 0: history slot .* holds no token",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(pool, seq, name):
+    damage, message = DAMAGE[name]
+    damage(pool, seq)
+    with pytest.raises(OwnershipError, match=message):
+        pool.forward((seq, 40, 41))
+
+
+def test_a_prefix_hit_on_foreign_slots(pool, seq):
+    other = pool.begin(sequence(30, row=2, seed=6), 0)
+    pool.forward((other, 0, 30))
+    mixed = torch.cat([seq.slots[:10], other.slots[10:20], seq.slots[20:]])
+    with pytest.raises(OwnershipError, match="position 10.*but of another sequence"):
+        pool.begin(sequence(60, row=3, seed=5, slots=mixed), 20)
+
+
+def test_a_row_that_changed_hands_unnoticed(pool, seq):
+    foreign = sequence(60, row=2, seed=5, slots=seq.slots)
+    with pytest.raises(OwnershipError, match="only 0 of its tokens were seen"):
+        pool.forward((foreign, 40, 41))
+
+
+def test_chains():
+    a, b = chain([1, 2, 3]), chain([1, 2, 4])
+    assert a[:2] == b[:2] and a[2] != b[2]
+    assert chain([3], a[1], 2) == a[2:] and chain([2, 2])[1] != chain([1, 2])[1]
+    assert len(set(chain([0] * 1000))) == 1000
+
+
+def test_the_flag():
+    assert OscarConfig.from_options({"oscar_debug_tags": True}).debug_tags
+    with pytest.raises(OscarError, match="--oscar-debug-tags"):
+        OscarConfig.from_options({"oscar_debug_tags": "yes"})

@@ -1,0 +1,97 @@
+"""``oscar-sglang doctor`` and the kill switch: every failure is named, none becomes BF16."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny_models import edit_config, llama
+
+from oscar_sglang import artifact as art
+from oscar_sglang import doctor, hooks
+from oscar_sglang.cli import main
+from oscar_sglang.config import disabled
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture
+def model(tmp_path):
+    return llama(tmp_path / "model")
+
+
+def failures(*args) -> dict[str, str]:
+    return {c.name: c.detail for c in doctor.examine(*args) if c.status == doctor.FAIL}
+
+
+def test_a_good_machine_and_model(model, tmp_path, capsys):
+    file = tmp_path / "a.safetensors"
+    art.data_free(art.Fingerprint.of(model), "feedback").save(file)
+    assert main(["doctor", "--model", str(model), "--artifact", str(file)]) == 0
+    printed = capsys.readouterr().out
+    for part in ("sglang", "hook ServerArgs.__init__", "fits the model", "ready for int2"):
+        assert part in printed
+
+
+def test_every_hook_has_a_signature():
+    assert {doctor.short(h.target) for h in hooks.HOOKS} == set(doctor.SIGNATURES)
+
+
+def test_what_does_not_fit_is_named(model, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "a.safetensors"
+    art.data_free(art.Fingerprint.of(model), "feedback").save(file)
+    edit_config(model, num_key_value_heads=4, head_dim=96)
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    found = failures(model, file)
+    assert "head_dim 96" in found["model LlamaForCausalLM"]
+    assert "POST_CAPTURE" in found["environment"] and found["artifact"]
+    assert main(["doctor", "--artifact", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().out
+
+
+def test_a_changed_sglang_is_named(monkeypatch):
+    changed = {"support_triton": ("name",), "ReqToTokenPool.clear": ("self", "all", "...")}
+    for name, expected in changed.items():
+        monkeypatch.setitem(doctor.SIGNATURES, name, expected)
+    monkeypatch.setattr(hooks, "SGLANG_VERSION", "0.5.99")
+    found = failures()
+    assert {"sglang", "hook support_triton", "hook ReqToTokenPool.clear"} <= set(found)
+    assert "pip install sglang==0.5.99" in found["sglang"]
+    assert doctor.signature("sglang.srt.nothing.here", None)[0] == doctor.FAIL
+
+
+@pytest.mark.parametrize("value, off", [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_kill_switch_values(monkeypatch, value, off):
+    monkeypatch.setenv("OSCAR_SGLANG_DISABLE", value)
+    assert disabled() is off
+
+
+def test_kill_switch_registers_nothing_and_says_so(monkeypatch, caplog):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    def never(*_):
+        raise AssertionError("registered although switched off")
+
+    monkeypatch.setenv("OSCAR_SGLANG_DISABLE", "1")
+    monkeypatch.setattr(HookRegistry, "register", never)
+    hooks.register()
+    assert "switched off by OSCAR_SGLANG_DISABLE" in caplog.text
+    assert "OSCAR_SGLANG_DISABLE" in doctor.kill_switch().detail
+
+
+def test_a_switched_off_plugin_means_no_server_rather_than_bf16(model):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "oscar_sglang.launch_server", "--model-path", str(model)),
+            *("--device", "cpu", "--kv-cache-dtype", "int2"),
+        ],
+        env={**os.environ, "OSCAR_SGLANG_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode not in (0, None)
+    assert "invalid choice: 'int2'" in done.stderr
+    assert "Load weight" not in done.stdout + done.stderr
