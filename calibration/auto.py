@@ -26,7 +26,7 @@ def artifact_path(fingerprint: Fingerprint, codec: str) -> Path:
 def ensure_artifact(
     model_dir: Path | str, codec: str = "feedback", **options: Any
 ) -> tuple[Artifact, Path | None, bool]:
-    """The cached artifact of a model, calibrated on random token ids if there is none yet.
+    """The cached artifact of a model, calibrated without data if there is none yet.
 
     ``options`` go to ``pipeline.calibrate`` (tokens, device, seed, progress). Returns the artifact,
     its file (None if the cache directory cannot be written) and whether it was made now. A file
@@ -84,7 +84,7 @@ def _valid(path: Path, fingerprint: Fingerprint, codec: str) -> Artifact | None:
 def _calibrate(model_dir: Path | str, codec: str, options: dict[str, Any]) -> Artifact:
     from .pipeline import calibrate  # imports transformers, which a cache hit does not need
 
-    logger.info("oscar: calibrating codec %s for %s on random token ids, once", codec, model_dir)
+    logger.info("oscar: calibrating codec %s for %s on self-sampled tokens, once", codec, model_dir)
     artifact = calibrate(model_dir, codec, **options)
     logger.info("oscar: calibrated in %s s", artifact.provenance["seconds"])
     for warning in artifact.provenance["warnings"]:

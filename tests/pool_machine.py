@@ -61,7 +61,7 @@ class Machine:
     """``Machine(seed)``, then operations by name; ``check_idle`` ends it."""
 
     OPERATIONS = ("start",) * 4 + ("forward",) * 12 + ("finish",) * 3 + ("publish",) * 3
-    OPERATIONS += ("abort", "retract", "evict", "flush")
+    OPERATIONS += ("abort", "retract", "evict", "flush", "poison")
 
     def __init__(self, seed: int = 0, cache_rows: int = 24, exact: bool = True) -> None:
         self.rng = random.Random(seed)
@@ -186,6 +186,15 @@ class Machine:
         if not self.running:
             self.tree.reset()
             self.slots.clear()
+
+    def poison(self) -> None:
+        """What nobody owns may hold anything: code 3 and NaN metadata, NaN windows."""
+        free = self.slots.free_pages
+        for view in self.seg.history._views(0):
+            view[free // 16, ..., free % 16, :] = 3 if view.dtype == torch.uint8 else torch.nan
+        rows, windows = self.rows.free_slots, self.seg.windows
+        for store in (windows.sink_k, windows.sink_v, windows.recent_k, windows.recent_v):
+            store[0][rows] = torch.nan
 
     def check_idle(self) -> None:
         """After everybody left and the tree was emptied every slot and row is free, once."""

@@ -4,8 +4,11 @@ A session is a shared system prompt, then turns of fresh tokens (the user, a too
 answered greedily; every turn's prompt is the whole conversation so far. The run alone replays the
 recorded prompts on an empty cache, so every turn can be compared, also after one that differs.
 
-A prefix hit reads 2-bit history where a fresh prefill reads exact rows, so logits move with what was
-cached. How far a *foreign* context moves them is measured too, between sessions. A difference is
+A prefix hit reads 2-bit history where a fresh prefill reads exact rows, so logits move with what
+was cached. A turn is *comparable* while its session hit as many tokens in both runs: there nothing
+but float rounding may move, unless a prompt was cut into other chunks or its request retracted.
+Elsewhere the yardstick is how far a foreign session's context moves
+the logits; a difference is then
 
     tie      KL far below foreign, and the two tokens were almost equally likely
     drift    KL far below foreign: another mix of exact and 2-bit rows
@@ -22,7 +25,7 @@ import random
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from server import Client
 
@@ -73,6 +76,7 @@ class Difference:
     token: int
     kl: float
     gap: float | None
+    comparable: bool = False
 
     def kind(self, foreign: float) -> str:
         if self.gap is None or self.kl > FOREIGN_SHARE * foreign:
@@ -173,26 +177,35 @@ def simulate(
 ) -> dict:
     """Run a workload, then every session alone on an empty cache; a JSON-ready report."""
     sessions = plan(w)
+    client.flush()
     with ThreadPoolExecutor(concurrency) as pool:
         list(pool.map(lambda turns: run_session(client, turns, w.top), sessions))
     say(f"{w.sessions} sessions together: done")
-    differences, noise = [], []
+    differences, noise = [], {True: [], False: []}
     for s, turns in enumerate(sessions):
         client.flush()
+        comparable = True
         for t, turn in enumerate(turns):
-            answer, top, _ = ask(client, turn, w.top)
+            answer, top, cached = ask(client, turn, w.top)
+            comparable &= cached == turn.cached
             difference, kls = compare(s, t, turn, answer, top)
-            noise += kls
-            differences += [difference] if difference else []
+            noise[comparable] += kls
+            if difference:
+                differences.append(replace(difference, comparable=comparable))
         say(f"session {s} alone: {sum(d.session == s for d in differences)} turns differ")
     client.flush()
     return report(w, concurrency, sessions, differences, noise)
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    values = sorted(values) or [0.0]
+    top = values[int(0.99 * (len(values) - 1))]
+    return {"n": len(values), "mean": statistics.fmean(values), "p99": top, "max": values[-1]}
+
+
 def report(w, concurrency, sessions, differences, noise) -> dict:
     again = [(a, b) for turns in sessions for a, b in zip(turns, turns[1:], strict=False)]
     prompt = sum(len(t.prompt) for turns in sessions for t in turns)
-    noise = sorted(noise) or [0.0]
     foreign = foreign_kl(sessions)
     kinds = [d.kind(foreign) for d in differences]
     return {
@@ -204,12 +217,8 @@ def report(w, concurrency, sessions, differences, noise) -> dict:
         "cached_tokens": sum(t.cached for turns in sessions for t in turns),
         # Turns whose own conversation had partly been evicted.
         "evicted_turns": sum(b.cached < len(a.prompt) for a, b in again),
-        "agreeing_tokens": len(noise),
-        "kl_of_agreeing_tokens": {
-            "mean": sum(noise) / len(noise),
-            "p99": noise[int(0.99 * (len(noise) - 1))],
-            "max": noise[-1],
-        },
+        "kl_of_agreeing_tokens": spread(noise[False]),
+        "kl_of_comparable_tokens": spread(noise[True]),
         "kl_of_foreign_sessions": foreign,
         **{kind: kinds.count(kind) for kind in ("tie", "drift", "corrupt")},
         "differences": [

@@ -30,7 +30,7 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
     flags += ["--chunked-prefill-size", "64", "--oscar-debug-tags"]
     flags += ["--oscar-sink-cache-tokens", "512"]  # as many as slots: no collisions
     flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32"]
-    # The same rows are exact and coded in both runs: nothing is shared, evicted or abandoned.
+    # Nothing is shared, evicted or abandoned: most turns see the same exact and coded rows.
     same = Workload(sessions=4, systems=4, system_tokens=8, turn_tokens=(4, 12), hangups=0)
     same = replace(same, answer_tokens=(4, 12), top=VOCAB)
     work = Workload(sessions=8, turn_tokens=(8, 40), answer_tokens=(4, 16), top=VOCAB)
@@ -39,13 +39,14 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
         result = simulate(server, work, concurrency=4)
         state = server.state()
         log = server.log.read_text()
-    print({k: v for k, v in equal.items() if k != "workload"})
-    assert equal["evicted_turns"] == 0 and equal["cached_tokens"] > 0
-    assert equal["differences"] == [] and equal["kl_of_agreeing_tokens"]["max"] < 1e-3
-    print({k: v for k, v in result.items() if k not in ("workload", "differences")})
+    print({k: v for k, v in equal.items() if k not in ("workload", "differences")})
+    assert equal["corrupt"] == 0 and equal["kl_of_comparable_tokens"]["n"] > 20
+    assert equal["kl_of_comparable_tokens"]["max"] < 1e-4
+    assert not any(d["comparable"] for d in equal["differences"])
+    print({k: v for k, v in result.items() if k != "workload"})
     assert result["turns"] == 32 and result["abandoned"] > 2
     assert result["evicted_turns"] > 0, "the pool was meant to be too small"
-    assert result["cached_tokens"] > 0 and result["agreeing_tokens"] > 100
+    assert result["cached_tokens"] > 0 and result["kl_of_agreeing_tokens"]["n"] > 50
     assert result["corrupt"] == 0, result["differences"]
     assert state["history_tokens"] == 0
     assert "OwnershipError" not in log and "Traceback" not in log
@@ -72,5 +73,5 @@ def test_ties_and_foreign_content_are_told_apart():
     foreign = Turn([], 1, None, answer=[9], top=[{9: math.log(0.9), 8: math.log(0.05)}])
     other, _ = compare(1, 0, foreign, [1], [alone])
     assert other.gap is None and other.kl > 1
-    result = report(Workload(), 1, [[tie], [foreign]], [found, other], [0.0])
+    result = report(Workload(), 1, [[tie], [foreign]], [found, other], {True: [], False: []})
     assert (result["tie"], result["drift"], result["corrupt"]) == (1, 0, 1)
