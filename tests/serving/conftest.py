@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from configs import LLAMA
 from vectors import DATA
 
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
@@ -73,22 +74,5 @@ def reference_model(smollm2):
 def tiny_llama(tmp_path_factory) -> Path:
     """The config of a two-layer Llama for ``--load-format dummy``; token ids only."""
     folder = tmp_path_factory.mktemp("tiny_llama")
-    config = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=256,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        torch_dtype="float32",
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     return folder

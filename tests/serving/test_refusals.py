@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from configs import LLAMA
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -15,21 +16,6 @@ from oscar_sglang import artifact
 
 pytestmark = pytest.mark.sglang
 
-LLAMA = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=128,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=256,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    torch_dtype="float32",
-)
 MODELS = {
     "llama": LLAMA,
     "head96": {**LLAMA, "head_dim": 96},
