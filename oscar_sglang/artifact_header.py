@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .fingerprint import Fingerprint
+from .fingerprint import METADATA_KEY, Fingerprint
 from .kernels.codec import CODECS
 from .kernels.layout import SUPPORTED_HEAD_DIMS
 
 FORMAT_VERSION = 1
-METADATA_KEY = "oscar_sglang"
 CALIBRATE = "make one with: oscar-sglang calibrate --model DIR --out FILE"
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_COUNT = 4096  # layers or heads

@@ -14,6 +14,8 @@ from typing import Any
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 NO_WEIGHTS = "none"
+METADATA_KEY = "oscar_sglang"  # of our own safetensors files
+_HEADER_BYTES = 256
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
@@ -113,8 +115,13 @@ def canonical_rope(text: dict[str, Any]) -> str:
 
 
 def hash_weights(model_dir: Path) -> str:
-    """16 hex digits over size and ``_SAMPLES`` pieces of every weight file, in name order."""
-    files = sorted(p for p in Path(model_dir).iterdir() if p.suffix in WEIGHT_SUFFIXES)
+    """16 hex digits over size and ``_SAMPLES`` pieces of every weight file, in name order.
+
+    Our own artifacts, which users keep beside the weights, are not weights.
+    """
+    files = sorted(
+        p for p in Path(model_dir).iterdir() if p.suffix in WEIGHT_SUFFIXES and not _is_artifact(p)
+    )
     if not files:
         return NO_WEIGHTS
     digest = hashlib.sha256()
@@ -126,6 +133,12 @@ def hash_weights(model_dir: Path) -> str:
                 file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _is_artifact(path: Path) -> bool:
+    """Whether the safetensors header at the start of the file has our metadata key."""
+    with path.open("rb") as file:
+        return f'"{METADATA_KEY}":'.encode() in file.read(_HEADER_BYTES)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from oscar_sglang import artifact as art
 from oscar_sglang.artifact import Artifact, ArtifactError, Fingerprint, FingerprintError
+from oscar_sglang.fingerprint import hash_weights
 from oscar_sglang.kernels.codec import CODECS, LayerParams
 
 FINGERPRINT = Fingerprint("LlamaForCausalLM", 2, 8, 4, 16, '{"rope_theta":10000.0}', "0123")
@@ -381,3 +382,12 @@ def test_fingerprint_errors(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FingerprintError, match="cannot be read as JSON"):
         Fingerprint.of(tmp_path)
+
+
+def test_an_artifact_beside_the_weights_is_not_a_weight(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10000)
+    before = hash_weights(tmp_path)
+    make().save(tmp_path / "artifact.safetensors")
+    assert hash_weights(tmp_path) == before
+    (tmp_path / "more.safetensors").write_bytes(b"y" * 100)
+    assert hash_weights(tmp_path) != before

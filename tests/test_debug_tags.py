@@ -137,3 +137,13 @@ def test_the_flag():
     assert OscarConfig.from_options({"oscar_debug_tags": True}).debug_tags
     with pytest.raises(OscarError, match="--oscar-debug-tags"):
         OscarConfig.from_options({"oscar_debug_tags": "yes"})
+
+
+def test_refused_on_a_gpu():
+    from types import SimpleNamespace
+
+    from oscar_sglang.startup import finish_arguments
+
+    args = SimpleNamespace(device="cuda", page_size=16)
+    with pytest.raises(OscarError, match="--oscar-debug-tags checks the reference path only"):
+        finish_arguments(args, OscarConfig(debug_tags=True))

@@ -33,7 +33,7 @@ def test_a_hundred_requests_with_aborts_retraction_and_flushes(tiny_llama, tmp_p
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--max-running-requests", "8"]
     flags += ["--max-total-tokens", "1500", "--chunked-prefill-size", "128"]
     flags += ["--enable-mixed-chunk", "--load-format", "dummy", "--skip-tokenizer-init"]
-    flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32"]
+    flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32", "--oscar-debug-tags"]
     env = {
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
