@@ -117,7 +117,13 @@ def test_wheel_holds_everything_and_no_top_level_triton_kernels(tmp_path):
     command += ["--no-build-isolation", "--target", target, copy]
     subprocess.run(command, check=True)
     assert not (target / "triton_kernels").exists() and not (target / "calibration").exists()
-    for module in ("kernels/reference.py", "calibration/fit.py", "hooks.py"):
+    for module in (
+        "kernels/reference.py",
+        "kernels/attend.cu",
+        "calibration/fit.py",
+        "calibration/report/style.css",
+        "hooks.py",
+    ):
         assert (target / "oscar_sglang" / module).is_file()
     standin = target / "oscar_sglang" / "standins" / "kernel" / "sgl_kernel" / "__init__.py"
     assert standin.is_file()
