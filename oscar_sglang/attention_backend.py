@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from .memory_pool import OscarKVPool
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
@@ -56,6 +59,7 @@ class OscarAttnBackend(AttentionBackend):
         if config_of(runner.server_args).debug_tags:
             table = self.req_to_token_pool.req_to_token
             self.tags = DebugTags(self.pool.segments, table.shape[1])
+            logger.warning("oscar: debug tags are on: every read is checked, which is slow")
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         fb, seg = forward_batch, self.pool.segments

@@ -55,8 +55,8 @@ class OscarConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OscarError(
-                    f"{flag(name)} must be a whole number of at least 1, got {value!r}; both "
-                    "windows are needed for quality (defaults: sink 64, recent 256)"
+                    f"{flag(name)} must be a whole number of at least 1, got {value!r}; drop it "
+                    "for the default (sink 64 and recent 256: quality needs both windows)"
                 )
         if not isinstance(self.debug_tags, bool):
             raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")

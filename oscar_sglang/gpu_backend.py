@@ -8,6 +8,7 @@ rotated basis and merged by LSE; then the chunk is stored.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from .memory_pool import OscarKVPool
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,6 +66,7 @@ class OscarGpuBackend(AttentionBackend):
         self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
         self.windows = self.pool.setup.plan.windows
         self.decode_attention: DecodeAttention = self.pool.decode_attention
+        self._log_kernels()
         generation = runner.req_to_token_pool.req_generation
         self.seen_generation = torch.zeros_like(generation, device=self.device)
         self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
@@ -75,6 +80,15 @@ class OscarGpuBackend(AttentionBackend):
         self.tokens: TokenBatch | None = None
         self.step: DecodeStep | None = None
         self.extend: ExtendPlan | None = None
+
+    def _log_kernels(self) -> None:
+        if self.decode_attention.cuda:
+            logger.info("oscar: decode attention in CUDA, compiled at run time")
+        else:
+            logger.warning(
+                "oscar: decode attention in portable Triton, which is slower: the CUDA kernels "
+                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer and an NVRTC library"
+            )
 
     # -- metadata ------------------------------------------------------------------------------
 

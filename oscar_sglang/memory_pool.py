@@ -36,7 +36,8 @@ class Counters:
 
     demoted_tokens: int = 0
     materialised_tokens: int = 0
-    window_tokens: int = 0  # exact tokens of the last batch's requests (CPU path only)
+    # Exact tokens of the last batch's requests; None on a GPU, where counting would synchronise.
+    window_tokens: int | None = None
 
 
 class OscarKVPool(MHATokenToKVPool):

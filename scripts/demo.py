@@ -1,6 +1,6 @@
 """Serve a model with a 2-bit KV cache and chat with it over the OpenAI API.
 
-    python scripts/demo.py --model DIR [--serve] [--port N]
+    python scripts/demo.py --model DIR [--serve]
 
 Two sessions share one long system prompt; each has three turns. Prints the answers, what came from
 the prefix cache, and what the cache holds and costs. Exits non-zero if anything failed.
@@ -71,10 +71,12 @@ def chat(server: Server, model: str) -> tuple[int, list[int]]:
 def report(state: dict) -> None:
     table = Table(title="2-bit KV cache", show_header=False)
     hits, misses = state["sink_hits"], state["sink_misses"]
+    windows = state["window_tokens"]
+    windows = "not counted on a GPU" if windows is None else windows
     for name, value in (
         ("codec, artifact", f"{state['codec']}, {state['artifact']}"),
         ("tokens held in 2 bits (history)", state["history_tokens"]),
-        ("exact tokens of the last batch (sink + recent)", state["window_tokens"]),
+        ("exact tokens of the last batch (sink + recent)", windows),
         (
             "tokens demoted, prefix tokens read",
             f"{state['demoted_tokens']}, {state['materialised_tokens']}",
