@@ -18,7 +18,15 @@ import torch
 from transformers import PreTrainedModel
 
 from ..artifact import Artifact
-from ..kernels.codec import CodecSpec, LayerParams, decode_rows, encode_k, encode_v, rotate
+from ..kernels.codec import (
+    CodecSpec,
+    LayerParams,
+    decode_k,
+    decode_v,
+    encode_k,
+    encode_v,
+    rotate,
+)
 from ..kernels.layout import WindowLayout
 from .attention import causal_attention, replaced_attention
 
@@ -30,8 +38,8 @@ def quantise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the cache returns for k, v [T, Hk, D]: float32, still rotated by r_k, r_v."""
     k_rows = encode_k(spec, params, rotate(k.float(), params.r_k))
-    v_rows = encode_v(spec, rotate(v.float(), params.r_v))
-    return decode_rows(k_rows), decode_rows(v_rows)
+    v_rows = encode_v(spec, params, rotate(v.float(), params.r_v))
+    return decode_k(spec, params, k_rows), decode_v(spec, params, v_rows)
 
 
 class _Memo(NamedTuple):
@@ -62,10 +70,7 @@ class QuantisedCache:
     ) -> None:
         self.model = model
         self.spec = artifact.spec
-        self.params = [
-            LayerParams(*(None if t is None else t.to(model.device) for t in p))
-            for p in artifact.layers
-        ]
+        self.params = [p.to(model.device) for p in artifact.layers]
         self.windows = windows
         self.exact_prefix = exact_prefix
         self.hist_end = hist_end

@@ -11,12 +11,13 @@ K bases tried (H: Hadamard; an asymmetric range codes the direction of H's colum
     qtq       eigenvectors of M, ascending, H    (OSCAR, arXiv 2605.17757)
     hadamard  H
 
-Feedback (GPTQ, arXiv 2210.17323) rounds in the metric ``G = R^T M R + damping tr(.)/D I``.
+Feedback (GPTQ, arXiv 2210.17323) rounds in the metric ``G = R^T M R + damping tr(.)/D I``
+(``fit_options.feedback_metric``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,17 +26,25 @@ from ..kernels.codec import (
     CODECS,
     CodecSpec,
     LayerParams,
-    Rows,
-    decode_rows,
+    decode_k,
+    decode_v,
     encode_k,
     encode_v,
     rotate,
 )
+from .fit_options import feedback_metric, fit_grids
 from .hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 from .stats import Moments
 
 DAMPING = 0.05
-K_BASES = {"feedback": ("mean", "ktk", "qtq", "hadamard"), "aligned": ("mean",), "oscar": ("qtq",)}
+_OSCAR = ("oscar", "lloyd")  # codecs with OSCAR's rotations
+
+
+def k_bases(codec: str) -> tuple[str, ...]:
+    """K bases a codec chooses from, head by head."""
+    if codec in _OSCAR:
+        return ("qtq",)
+    return ("mean",) if codec == "aligned" else ("mean", "ktk", "qtq", "hadamard")
 
 
 @dataclass(frozen=True)
@@ -58,10 +67,9 @@ def fit_layer(
     r_v = r_v.float()
     candidates = {}
     errors = {}
-    for name in K_BASES[codec]:
-        r_k = _k_basis(moments, name, permute=codec == "oscar")
-        factor = feedback_factor(r_k, moments.qtq, damping).float() if spec.k_feedback else None
-        candidates[name] = LayerParams(r_k.float(), r_v, factor)
+    for name in k_bases(codec):
+        r_k = _k_basis(moments, name, permute=codec in _OSCAR)
+        candidates[name] = _parameters(spec, r_k, r_v, moments, damping)
         errors[name] = k_error(spec, candidates[name], moments)
     names = list(candidates)
     chosen = torch.stack([errors[n] for n in names]).argmin(0).tolist()
@@ -69,33 +77,40 @@ def fit_layer(
     report = {
         "k_basis": [names[i] for i in chosen],
         "k_error": {n: _rounded(errors[n]) for n in names},
-        "k_error_plain": _rounded(k_error(spec, params, moments, feedback=False)),
+        "k_error_plain": _rounded(k_error(replace(spec, search="round"), params, moments)),
         "v_error": _rounded(v_error(spec, params, moments)),
         "k_mean_energy": _rounded(mean_energy(moments)),
     }
     return LayerFit(params, report)
 
 
-def feedback_factor(r_k: torch.Tensor, m: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
+def _parameters(
+    spec: CodecSpec, r_k: torch.Tensor, r_v: torch.Tensor, moments: Moments, damping: float
+) -> LayerParams:
+    """Everything ``spec.tensors`` names, for the bases r_k float64 and r_v float32."""
+    params = LayerParams(r_k.float(), r_v)
+    if spec.k_feedback:
+        metric = feedback_metric(r_k, moments.qtq, damping)
+        params = params._replace(factor=feedback_factor(metric).float())
+        if spec.search == "accurate":
+            params = params._replace(metric=((metric + metric.mT) / 2).float())
+    if spec.meta == "compact":
+        params = params._replace(grid=fit_grids(spec, params, moments))
+    return params
+
+
+def feedback_factor(metric: torch.Tensor) -> torch.Tensor:
     """Strictly upper triangular F [Hk, D, D] float64 with row j = U[j, j+1:] / U[j, j], where
-    ``U^T U = G^-1`` and ``G = r_k^T m r_k + damping tr(.)/D I``; zero where m is zero."""
-    g = r_k.mT @ m.double() @ r_k
-    eye = torch.eye(g.shape[-1], dtype=g.dtype)
-    trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-    g = torch.where(trace > 0, g + damping * trace / g.shape[-1] * eye, eye)
-    inverse = torch.linalg.inv(g)
+    ``U^T U = metric^-1``; metric [Hk, D, D] float64, positive definite."""
+    inverse = torch.linalg.inv(metric)
     u = torch.linalg.cholesky((inverse + inverse.mT) / 2, upper=True)
     return (u / u.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
 
 
-def k_error(
-    spec: CodecSpec, params: LayerParams, moments: Moments, feedback: bool = True
-) -> torch.Tensor:
-    """Relative metric error of held-back keys [Hk] float64; ``feedback=False`` rounds plainly."""
+def k_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
+    """Relative metric error of held-back keys [Hk] float64."""
     k_rot = rotate(moments.held_k, params.r_k)
-    if not feedback:
-        params = params._replace(factor=torch.zeros_like(params.r_k))
-    error = k_rot.double() - decode_rows(encode_k(spec, params, k_rot)).double()
+    error = k_rot.double() - decode_k(spec, params, encode_k(spec, params, k_rot)).double()
     m_rot = params.r_k.double().mT @ moments.qtq @ params.r_k.double()
     return _ratio(_energy(error, m_rot), _energy(k_rot.double(), m_rot))
 
@@ -103,8 +118,7 @@ def k_error(
 def v_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
     """Relative squared error of the held-back values [Hk] float64."""
     v_rot = rotate(moments.held_v, params.r_v)
-    rows: Rows = encode_v(spec, v_rot)
-    error = v_rot.double() - decode_rows(rows).double()
+    error = v_rot.double() - decode_v(spec, params, encode_v(spec, params, v_rot)).double()
     return _ratio(error.square().sum((0, 2)), v_rot.double().square().sum((0, 2)))
 
 
@@ -132,8 +146,8 @@ def _k_basis(moments: Moments, name: str, permute: bool) -> torch.Tensor:
 def _v_basis(moments: Moments, codec: str, statistic: torch.Tensor) -> torch.Tensor:
     """Eigenvectors of ``statistic`` times H; OSCAR takes them ascending, and permuted."""
     d = moments.k_mean.shape[-1]
-    r = eigenbasis(statistic, descending=codec != "oscar") @ hadamard(d)
-    return r[..., d - 1 - bit_reversal(d)] if codec == "oscar" else r
+    r = eigenbasis(statistic, descending=codec not in _OSCAR) @ hadamard(d)
+    return r[..., d - 1 - bit_reversal(d)] if codec in _OSCAR else r
 
 
 def _published_v_statistic(moments: Moments) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .baselines.per_token import PerToken
 from .baselines.turboquant import TurboQuant
 from .errors import CalibrationError
 from .method import Method, TwoSided
-from .served import FeedbackOptions, Lloyd, Omni, OscarProxy, Served
+from .served import Omni, OscarProxy, Served
 
 
 def _uniform(name: str, summary: str, k, v=None) -> Method:
@@ -40,13 +40,13 @@ def _all() -> list[Method]:
         ),
         Served("oscar"),
         OscarProxy(),
-        Lloyd(),
+        Served("lloyd"),
         Omni(),
         Served("aligned"),
         Served("feedback"),
-        FeedbackOptions(accurate=True, compact=False),
-        FeedbackOptions(accurate=False, compact=True),
-        FeedbackOptions(accurate=True, compact=True),
+        Served("accurate"),
+        Served("compact"),
+        Served("accurate-compact"),
     ]
 
 

@@ -15,6 +15,7 @@ from .data import RANDOM, load_tokens
 from .engines import ENGINES, Run
 from .errors import CalibrationError
 from .fit import DAMPING, LayerFit, fit_layer
+from .fit_options import K_SIGMAS, V_SIGMAS
 from .stats import Moments
 from .warn import calibration_warnings
 
@@ -102,11 +103,17 @@ def calibrate_codecs(
         made[codec] = Artifact(
             fingerprint=fingerprint,
             codec=codec,
-            options={"damping": DAMPING, "n_sink": n_sink},
+            options={"damping": DAMPING, "n_sink": n_sink} | _grid_options(codec),
             layers=[fit.params for fit in fits],
             provenance=provenance | {"layers": [fit.report for fit in fits]},
         )
     return made
+
+
+def _grid_options(codec: str) -> dict[str, float]:
+    if CODECS[codec].meta != "compact":
+        return {}
+    return {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS}
 
 
 def _now() -> str:

@@ -1,7 +1,8 @@
-"""The calibrated file: rotations and feedback factors per layer and KV head, with provenance.
+"""The calibrated file: what a codec keeps per layer and KV head, with provenance.
 
-A safetensors file ``layers.{i}.{r_k,r_v,factor}`` of float32 ``[Hk, D, D]`` whose metadata entry
-``oscar_sglang`` is JSON: format_version, fingerprint, codec, options, provenance. Nothing in it is
+A safetensors file of float32 tensors ``layers.{i}.NAME`` ``[Hk, ...]``, names and shapes those of
+``CodecSpec.tensors``, whose metadata entry ``oscar_sglang`` is JSON: format_version, fingerprint,
+codec, options, provenance. Nothing in it is
 executable and everything in it is checked: ``load`` raises ``ArtifactError`` or returns an
 artifact that every kernel can use.
 """
@@ -39,13 +40,14 @@ __all__ = [
 ]
 
 ORTHOGONALITY = 1e-4  # |R^T R - I|: float32 rounding of an orthogonal matrix stays below 1e-6
+_LARGEST_LOG2 = 64.0  # of a metadata grid: any model's steps are within 2^-64 .. 2^64
 
 
 @dataclass
 class Artifact:
     """A codec fitted to one model.
 
-    layers      one LayerParams per attention layer, float32 CPU [Hk, D, D] of the whole model
+    layers      one LayerParams per attention layer, float32 CPU, all KV heads of the model
     options     what the codec was fitted with, e.g. {"damping": 0.05}; JSON values
     provenance  tool, data, date, seconds, warnings, per-layer report; JSON values, never used
                 in computation
@@ -155,13 +157,19 @@ def shard(artifact: Artifact, tp_rank: int, tp_size: int) -> list[LayerParams]:
 
 
 def data_free(fingerprint: Fingerprint, codec: str = "feedback") -> Artifact:
-    """Plain Hadamard rotations and no feedback: for benchmarks with dummy weights."""
+    """Plain Hadamard rotations, the identity as metric: for benchmarks with dummy weights."""
     d, heads = fingerprint.head_dim, fingerprint.kv_heads
-    h = hadamard(d).float().expand(heads, d, d).contiguous()
-    factor = torch.zeros(heads, d, d) if CODECS[codec].k_feedback else None
+    h = hadamard(d).float()
+    neutral = {
+        "r_k": h,
+        "r_v": h,
+        "factor": torch.zeros(d, d),
+        "metric": torch.eye(d),
+        "grid": torch.tensor([[-8.0, -8.0, 16 / 255]] * 2),  # steps 2^-8 .. 2^8, lo in -8 .. 8
+    }
     report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
     layers = [
-        LayerParams(h.clone(), h.clone(), None if factor is None else factor.clone())
+        LayerParams(**{n: neutral[n].repeat(heads, 1, 1) for n in CODECS[codec].tensors(d)})
         for _ in range(fingerprint.layers)
     ]
     return Artifact(fingerprint, codec, {}, layers, {"data": report, "warnings": [report]})
@@ -193,13 +201,15 @@ def _check_layers(
         raise ArtifactError(
             f"{path}: holds {len(layers)} layers, fingerprint says {fingerprint.layers}"
         )
-    shape = (fingerprint.kv_heads, fingerprint.head_dim, fingerprint.head_dim)
+    shapes = CODECS[codec].tensors(fingerprint.head_dim)
     for i, params in enumerate(layers):
-        if (params.factor is not None) != CODECS[codec].k_feedback:
-            raise ArtifactError(f"{path}: layers.{i}.factor does not belong to codec {codec!r}")
         for name, tensor in params._asdict().items():
+            where = f"{path}: layers.{i}.{name}"
+            if (tensor is not None) != (name in shapes):
+                state = "is missing for" if tensor is None else "does not belong to"
+                raise ArtifactError(f"{where} {state} codec {codec!r}")
             if tensor is not None:
-                _check_tensor(f"{path}: layers.{i}.{name}", name, tensor, shape)
+                _check_tensor(where, name, tensor, (fingerprint.kv_heads, *shapes[name]))
 
 
 def _check_tensor(where: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -213,9 +223,24 @@ def _check_tensor(where: str, name: str, tensor: torch.Tensor, shape: tuple[int,
         if bool(tensor.tril().any()):
             raise ArtifactError(f"{where} is not strictly upper triangular; calibrate again")
         return
+    if name == "metric":
+        _check_metric(where, tensor)
+        return
+    if name == "grid":
+        step_log2, _, lo_step = tensor.unbind(-1)
+        if bool((step_log2.abs() > _LARGEST_LOG2).any()) or bool((lo_step <= 0).any()):
+            raise ArtifactError(f"{where} is no grid of metadata bytes; calibrate again")
+        return
     r = tensor.double()
     gap = float((r.mT @ r - torch.eye(shape[-1], dtype=r.dtype)).abs().max())
     if gap > ORTHOGONALITY:
         raise ArtifactError(
             f"{where} is not orthogonal: |R^T R - I| is {gap:.1e}, expected <= {ORTHOGONALITY:.0e}"
         )
+
+
+def _check_metric(where: str, metric: torch.Tensor) -> None:
+    if not torch.equal(metric, metric.mT):
+        raise ArtifactError(f"{where} is not symmetric; calibrate again")
+    if bool((torch.linalg.eigvalsh(metric.double()) <= 0).any()):
+        raise ArtifactError(f"{where} is not positive definite; calibrate again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,12 @@ def read_header(path: Path) -> Header:
 def expected_tensors(header: Header) -> dict[str, list[int]]:
     """Name -> shape of every tensor the file must hold, and no other."""
     f = header.fingerprint
-    names = ["r_k", "r_v"] + ["factor"] * CODECS[header.codec].k_feedback
-    shape = [f.kv_heads, f.head_dim, f.head_dim]
-    return {f"layers.{i}.{name}": shape for i in range(f.layers) for name in names}
+    shapes = CODECS[header.codec].tensors(f.head_dim)
+    return {
+        f"layers.{i}.{name}": [f.kv_heads, *shape]
+        for i in range(f.layers)
+        for name, shape in shapes.items()
+    }
 
 
 def _show(value: Any) -> str:
@@ -146,9 +150,7 @@ def _check_entries(path: Path, header: Header, raw: dict[str, Any], data_bytes: 
     for name in expected:
         if name not in raw:
             raise ArtifactError(f"{path}: tensor {name} is missing; {CALIBRATE}")
-    f = header.fingerprint
-    count = f.layers * (2 + CODECS[header.codec].k_feedback)
-    total = count * f.kv_heads * f.head_dim**2 * 4
+    total = sum(math.prod(shape) * 4 for shape in expected.values())
     if data_bytes != total:
         raise ArtifactError(
             f"{path}: holds {data_bytes} bytes of tensors, its fingerprint implies {total}; "

@@ -52,6 +52,7 @@ class OscarAttnBackend(AttentionBackend):
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         self.pool: OscarKVPool = runner.token_to_kv_pool
+        self.token_to_kv_pool = self.pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
@@ -96,12 +97,9 @@ class OscarAttnBackend(AttentionBackend):
                 self.tags.start(row, self.req_to_token_pool.req_to_token[row, :prefix].long())
 
     def _count(self) -> None:
-        batch, counters, windows = self.batch, self.pool.counters, self.pool.setup.plan.windows
-        counters.demoted_tokens += len(batch.slots)
-        counters.materialised_tokens += int(batch.prefix_lens.sum())
-        recent = batch.seq_lens - batch.hist_end.clamp_min(windows.n_sink)
-        sink = batch.seq_lens.clamp_max(windows.n_sink)
-        counters.window_tokens = int((sink + recent.clamp_min(0)).sum())
+        prefix, scratch = self.batch.prefix_lens, self.pool.scratch.shape[1]
+        longest = min(int(prefix.max()), scratch)
+        self.pool.counters.extend(len(self.batch.slots), int(prefix.sum()), longest)
 
     def forward_extend(
         self,

@@ -16,7 +16,10 @@ from typing import Any
 KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
-CODEC_NAMES = ("feedback", "aligned", "oscar")
+CODEC_NAMES = (
+    "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd",
+)  # fmt: skip
+PREFIX_WINDOWS = ("reuse", "recompute")
 PREFIX = "oscar_"
 DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
 
@@ -35,6 +38,8 @@ class OscarConfig:
     recent_tokens      exact last positions of a request
     sink_cache_tokens  rows of the exact sink store behind the prefix cache
     scratch_tokens     prefix tokens materialised at a time during prefill
+    prefix_window      after a prefix hit "recompute" the last ``recent_tokens`` of the prompt, or
+                       "reuse" all that is cached, and read their recent window as codes
     debug_tags         check every read against what was written (``debug_tags.py``; CPU only)
     """
 
@@ -44,6 +49,7 @@ class OscarConfig:
     recent_tokens: int = 256
     sink_cache_tokens: int | None = None
     scratch_tokens: int | None = None
+    prefix_window: str = "recompute"
     debug_tags: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +64,11 @@ class OscarConfig:
                     f"{flag(name)} must be a whole number of at least 1, got {value!r}; drop it "
                     "for the default (sink 64 and recent 256: quality needs both windows)"
                 )
+        if self.prefix_window not in PREFIX_WINDOWS:
+            raise OscarError(
+                f"{flag('prefix_window')} {self.prefix_window!r} is unknown; choose one of "
+                f"{', '.join(PREFIX_WINDOWS)}"
+            )
         if not isinstance(self.debug_tags, bool):
             raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")
 
@@ -107,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag("scratch_tokens"),
         type=int,
         help="prefix tokens materialised at a time (default: context, <= 131072; 4096 on a CPU)",
+    )
+    add(
+        flag("prefix_window"),
+        choices=PREFIX_WINDOWS,
+        help="after a prefix hit read the recent window as codes, or compute it again exactly "
+        f"(default {d.prefix_window})",
     )
     add(
         flag("debug_tags"),

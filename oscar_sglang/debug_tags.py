@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from .kernels.codec import Rows, decode_rows
-from .kernels.reference import Batch, Segments
+from .kernels.codec import Rows
+from .kernels.reference import Batch, Segments, read_history
 
 _MASK = (1 << 63) - 1
 _ROOT = 0x5EED
@@ -184,7 +184,7 @@ class DebugTags:
         chains = self.row_chain[row, : len(slots)]
         _compare(self.cache, row, None, address[hit], positions[hit], chains[hit])
         dtype = self.seg.windows.sink_k[0].dtype
-        decoded = (decode_rows(r).to(dtype) for r in self.seg.history.read(0, slots))
+        decoded = (x.to(dtype) for x in read_history(self.seg, 0, slots))
         sums = torch.where(hit, self.cache.bytes[address], checksum(*decoded))
         self.sink.put((row, positions), chains, positions, sums)
 

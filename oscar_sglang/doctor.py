@@ -35,7 +35,14 @@ SIGNATURES = {
     "ReqToTokenPool.clear": ("self",),
     "support_triton": ("backend",),
     "get_last_loc": ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+    "BasePrefixCache.swa_reprefill_tail_tokens": ("self",),
+    "UnifiedRadixCache.swa_reprefill_tail_tokens": ("self",),
     "Scheduler.get_internal_state": ("self", "recv_req"),
+    "ReqToTokenPool.alloc": ("self", "reqs"),
+    "SchedulerMetricsReporter.report_prefill_stats": ("self", "..."),
+    "SchedulerMetricsReporter.report_decode_stats": ("self", "..."),
+    "SchedulerMetricsReporter._maybe_log_idle_metrics": ("self",),
+    "SchedulerMetricsReporter.reset_metrics": ("self",),
 }
 
 
@@ -113,6 +120,7 @@ def device() -> Iterator[Check]:
         yield Check(
             "GPU", NOTE, "none: int2 serves on the CPU (python -m oscar_sglang.launch_server)"
         )
+        yield Check("kernels", NOTE, "not tested: they need a GPU")
         return
     major, minor = torch.cuda.get_device_capability()
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -127,6 +135,22 @@ def device() -> Iterator[Check]:
         yield Check("NVRTC", OK, ".".join(map(str, nvrtc.version())))
     else:
         yield Check("NVRTC", FAIL, "no libnvrtc; it comes with torch's CUDA wheels")
+    yield from kernels(("CUDA", "Triton") if nvrtc.available() else ("Triton",))
+
+
+def kernels(forms: tuple[str, ...]) -> Iterator[Check]:
+    """Compile the kernels and compare them with the reference (``selftest``)."""
+    from . import selftest
+
+    for form in forms:
+        name = f"{form} kernels"
+        try:
+            found = selftest.compare("cuda", triton_only=form == "Triton")
+        except Exception as error:  # whatever compilers and drivers come up with
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield Check(name, FAIL, f"do not compile or run here: {text}")
+        else:
+            yield Check(name, OK if found.sound else FAIL, str(found))
 
 
 def hooks() -> Iterator[Check]:

@@ -16,13 +16,14 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from .attention_backend import refuse_layer
+from .kernels import cuda_store
 from .kernels.accumulate import accumulate
-from .kernels.codec import rotate_fast
 from .kernels.decode import DecodeAttention, DecodeStep
 from .kernels.materialise import materialise
 from .kernels.plan import claim_sinks
 from .kernels.reference import history_end
 from .kernels.restore import restore_sinks
+from .kernels.rotate import join_prefix, rotate_queries
 from .kernels.store import store
 from .kernels.views import TokenBatch, layer_view
 from .prefix_tiles import Tile, plan_tiles, to_device
@@ -58,6 +59,7 @@ class OscarGpuBackend(AttentionBackend):
         from .varlen import varlen_attention
 
         self.pool: OscarKVPool = runner.token_to_kv_pool
+        self.token_to_kv_pool = self.pool  # where SGLang's models look for it
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
@@ -70,13 +72,6 @@ class OscarGpuBackend(AttentionBackend):
         generation = runner.req_to_token_pool.req_generation
         self.seen_generation = torch.zeros_like(generation, device=self.device)
         self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
-        # Query blocks of all heads that fill the processors twice.
-        sms = (
-            torch.cuda.get_device_properties(self.device).multi_processor_count
-            if self.device.type == "cuda"
-            else 1
-        )
-        self.query_blocks = 2 * sms / self.decode_attention.heads
         self.tokens: TokenBatch | None = None
         self.step: DecodeStep | None = None
         self.extend: ExtendPlan | None = None
@@ -87,7 +82,13 @@ class OscarGpuBackend(AttentionBackend):
         else:
             logger.warning(
                 "oscar: decode attention in portable Triton, which is slower: the CUDA kernels "
-                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer and an NVRTC library"
+                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer, an NVRTC library "
+                "and a codec with FP16 step and lo"
+            )
+        if not cuda_store.has_codec(self.pool.segments.spec):
+            logger.warning(
+                "oscar: codec %s has no CUDA store; it is written by portable Triton kernels",
+                self.pool.segments.spec.name,
             )
 
     # -- metadata ------------------------------------------------------------------------------
@@ -99,7 +100,8 @@ class OscarGpuBackend(AttentionBackend):
         if fb.forward_mode.is_decode():
             self.extend = None
             if not in_capture:
-                self.pool.counters.demoted_tokens += fb.batch_size
+                padding = getattr(fb, "num_padding", 0)  # only a graph replay's view has it
+                self.pool.counters.demoted_tokens += fb.batch_size - padding
             return
         self._start_requests(fb)
         self.extend = self._plan_extend(fb)
@@ -158,8 +160,8 @@ class OscarGpuBackend(AttentionBackend):
 
     def _plan_extend(self, fb: ForwardBatch) -> ExtendPlan:
         prefix, fresh = list(fb.extend_prefix_lens_cpu), list(fb.extend_seq_lens_cpu)
-        self.pool.counters.demoted_tokens += sum(fresh)
-        self.pool.counters.materialised_tokens += sum(prefix)
+        cached, scratch = sum(prefix), self.pool.scratch.shape[1]
+        self.pool.counters.extend(sum(fresh), cached, min(cached, scratch))
         lens = fb.extend_seq_lens.to(torch.int32)
         cu_fresh = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         recent_start = self.pool.segments.windows.recent_start[fb.req_pool_indices]
@@ -174,7 +176,6 @@ class OscarGpuBackend(AttentionBackend):
                 self.pool.scratch.shape[1],
                 fb.req_pool_indices,
                 self.device,
-                self.query_blocks,
             ),
         )
 
@@ -185,12 +186,13 @@ class OscarGpuBackend(AttentionBackend):
     ):
         """q [B, H*D], k and v [B, Hk*D], post-RoPE -> [B, H*D]."""
         q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
-        q_rot = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        store(view, self.tokens, q, k, v, q_rot)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.step(
+        self.step.layer(
             view,
-            q_rot,
+            self.tokens,
+            q,
+            k,
+            v,
             self.req_to_token,
             out,
             scale=layer.scaling,
@@ -204,49 +206,66 @@ class OscarGpuBackend(AttentionBackend):
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D]."""
         q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
         plan = self.extend
+        out = self._output(q, forward_batch)
         fresh = dict(cu_q=plan.cu_fresh, cu_k=plan.cu_fresh, max_q=plan.longest, max_k=plan.longest)
         shape = dict(scale=layer.scaling, logit_cap=layer.logit_cap)
-        out, lse = self.varlen(q, k, v, causal=True, **fresh, **shape)
+        to = torch.empty_like(out) if plan.tiles else out
+        lse = self.varlen(q, k, v, to, causal=True, **fresh, **shape)
         if plan.tiles:
-            out = self._add_prefix(view, q, out, lse, shape)
+            self._add_prefix(view, q, to, lse, out, shape)
         store(view, self.tokens, q, k, v, None)
         return out.flatten(1)
 
-    def _add_prefix(self, view, q, fresh_out, fresh_lse, shape) -> torch.Tensor:
-        """Merge attention over the cached prefix into that over the fresh tokens."""
-        plan, (scratch_k, scratch_v) = self.extend, self.pool.scratch
-        q_rot = rotate_fast(q, view.params.r_k).to(q.dtype)
-        acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-        for tile in plan.tiles:
-            keys, values = scratch_k[: tile.tokens], scratch_v[: tile.tokens]
-            materialise(
-                view,
-                self.req_to_token,
-                tile.rows,
-                tile.starts,
-                tile.indptr,
-                plan.hist_end[tile.requests],
-                tile.longest,
-                keys,
-                values,
-            )
-            part, part_lse = self.varlen(
-                q_rot[tile.queries][tile.index] if tile.splits > 1 else q_rot[tile.queries],
-                keys,
-                values,
-                cu_q=tile.cu_q,
-                cu_k=tile.cu_k,
-                max_q=tile.max_q,
-                max_k=tile.max_k,
-                causal=False,
-                **shape,
-            )
-            mine = acc[tile.queries], lse[tile.queries]
-            accumulate(*mine, part, part_lse, tile.first, tile.step, tile.splits)
-        acc = rotate_fast(acc, view.params.r_v.transpose(-1, -2)).contiguous()
-        accumulate(acc, lse, fresh_out, fresh_lse)
-        return acc.to(q.dtype)
+    def _output(self, q: torch.Tensor, forward_batch) -> torch.Tensor:
+        """Where SGLang's prefill graph wants the result, or a new tensor like q [T, H, D]."""
+        given = getattr(forward_batch, "_attn_output", None)
+        return (
+            torch.empty_like(q, memory_format=torch.contiguous_format)
+            if given is None
+            else given.view(q.shape)
+        )
+
+    def _add_prefix(self, view, q, fresh, fresh_lse, out, shape) -> None:
+        """Merge attention over the cached prefix and that over the fresh tokens into ``out``."""
+        tiles, q_rot = self.extend.tiles, rotate_queries(q, view.params.r_k)
+        if len(tiles) == 1:  # it covers every query
+            part, lse = self._attend_tile(view, tiles[0], q_rot, shape)
+        else:
+            part = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+            for tile in tiles:
+                mine = part[tile.queries], lse[tile.queries]
+                accumulate(*mine, *self._attend_tile(view, tile, q_rot[tile.queries], shape))
+        join_prefix(part, lse, fresh, fresh_lse, view.params.r_v, out)
+
+    def _attend_tile(self, view, tile: Tile, q_rot: torch.Tensor, shape):
+        """Attention of the tile's queries over its prefixes, both rotated -> out, lse."""
+        keys, values = self.pool.scratch[:, : tile.tokens]
+        materialise(
+            view,
+            self.req_to_token,
+            tile.rows,
+            tile.starts,
+            tile.cu_k,
+            self.extend.hist_end[tile.requests],
+            tile.max_k,
+            keys,
+            values,
+        )
+        part = torch.empty_like(q_rot)
+        lse = self.varlen(
+            q_rot,
+            keys,
+            values,
+            part,
+            cu_q=tile.cu_q,
+            cu_k=tile.cu_k,
+            max_q=tile.max_q,
+            max_k=tile.max_k,
+            causal=False,
+            **shape,
+        )
+        return part, lse
 
     def _rows(self, q, k, v, layer: RadixAttention, save_kv_cache, kwargs):
         refuse_layer(layer, k, save_kv_cache, kwargs)

@@ -180,6 +180,21 @@ def _clear_requests(original: Callable, self: Any) -> None:
 # -- run time ----------------------------------------------------------------------------------
 
 
+def _fused_store(original: Callable, forward_batch: Any) -> bool:
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    from .memory_pool import OscarKVPool
+
+    return not isinstance(get_token_to_kv_pool(), OscarKVPool) and original(forward_batch)
+
+
+def _reprefill_tail(original: Callable, self: Any) -> int:
+    """Tokens at the end of a prompt that are computed even if they are cached."""
+    allocator = getattr(self, "token_to_kv_pool_allocator", None)  # None: a simulated tree
+    setup = getattr(allocator and allocator.get_kvcache(), "setup", None)
+    return max(original(self), getattr(setup, "reprefill_tail", 0))
+
+
 def _support_triton(original: Callable, backend: str) -> bool:
     return original("torch_native" if backend == ATTENTION_BACKEND and _on_cpu() else backend)
 
@@ -198,16 +213,20 @@ def _on_cpu() -> bool:
     return is_cpu()
 
 
-def _internal_state(result: Any, self: Any, *_args: Any, **_kwargs: Any) -> Any:
-    pool = self.token_to_kv_pool_allocator.get_kvcache()
-    if hasattr(pool, "counters"):
-        used = pool.size - self.token_to_kv_pool_allocator.available_size()
-        result.internal_state["oscar"] = {**pool.stats(), "history_tokens": used}
-    return result
+def _metrics(name: str) -> Callable:
+    """A function of metrics.py, which imports torch: loaded when SGLang first calls it."""
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        from . import metrics
+
+        return getattr(metrics, name)(*args, **kwargs)
+
+    return hook
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs."
 _KVC = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter."
 
 HOOKS = (
     Hook(
@@ -289,10 +308,58 @@ HOOKS = (
         until="the backend answers for itself",
     ),
     Hook(
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+        "AROUND",
+        _fused_store,
+        why="Qwen3-MoE and others store K and V while they apply RoPE, if the pool says bfloat16",
+        until="SGLang asks the pool",
+    ),
+    *(
+        Hook(
+            f"sglang.srt.mem_cache.{tree}.swa_reprefill_tail_tokens",
+            "AROUND",
+            _reprefill_tail,
+            why="--oscar-prefix-window recompute: where SGLang caps a match for its own rings",
+            until="a pool can ask for it",
+        )
+        for tree in ("base_prefix_cache.BasePrefixCache", "unified_radix_cache.UnifiedRadixCache")
+    ),
+    Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "AFTER",
-        _internal_state,
+        _metrics("after_internal_state"),
         why="/server_info shows tokens and bytes per segment",
+        until="SGLang lets pools report their state",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
+        "AROUND",
+        _metrics("remember_prefix"),
+        why="exact tokens of a request are counted from where its ring begins",
+        until="SGLang keeps the first prefix length of a request",
+    ),
+    Hook(
+        _REPORTER + "_init_metrics",
+        "AFTER",
+        _metrics("after_init"),
+        why="our gauges are registered beside SGLang's",
+        until="SGLang lets pools report their state",
+    ),
+    *(
+        Hook(
+            _REPORTER + name,
+            "AFTER",
+            _metrics("after_report"),
+            why="our gauges and log line at SGLang's own interval",
+            until="SGLang lets pools report their state",
+        )
+        for name in ("report_prefill_stats", "report_decode_stats", "_maybe_log_idle_metrics")
+    ),
+    Hook(
+        _REPORTER + "reset_metrics",
+        "AFTER",
+        _metrics("after_reset"),
+        why="/flush_cache empties the cache without any report",
         until="SGLang lets pools report their state",
     ),
 )

@@ -11,12 +11,13 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from .kernels.codec import CODECS, LayerParams
-from .kernels.layout import HistoryLayout, MemoryPlan
+from .kernels.layout import MemoryPlan, WindowLayout
 from .kernels.reference import Segments
 from .kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
+from .memory_log import block
+from .varlen import workspace_bytes
 
 logger = logging.getLogger(__name__)
-_GB = 1 << 30
 
 
 @dataclass
@@ -27,17 +28,24 @@ class PoolSetup:
     codec: str
     params: list[LayerParams]
     artifact_id: str
+    reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
 
 
 @dataclass
 class Counters:
-    """Since start-up; read by ``/server_info``."""
+    """Since start-up, counted on the host by the attention backends."""
 
     demoted_tokens: int = 0
     materialised_tokens: int = 0
-    # Exact tokens of the last batch's requests; None on a GPU, where counting would synchronise.
-    window_tokens: int | None = None
+    scratch_tokens_peak: int = 0
+
+    def extend(self, fresh: int, prefix: int, in_scratch: int) -> None:
+        """An extend batch: new and cached tokens, and how many of these the scratch would hold
+        at once if it were large enough."""
+        self.demoted_tokens += fresh
+        self.materialised_tokens += prefix
+        self.scratch_tokens_peak = max(self.scratch_tokens_peak, in_scratch)
 
 
 class OscarKVPool(MHATokenToKVPool):
@@ -54,9 +62,7 @@ class OscarKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
-        layout = HistoryLayout(
-            self.head_num, self.head_dim, plan.history.k_meta, plan.history.v_meta
-        )
+        layout = CODECS[setup.codec].layout(self.head_num, self.head_dim)
         assert layout == plan.history and self.layer_num == plan.layers
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
@@ -66,10 +72,7 @@ class OscarKVPool(MHATokenToKVPool):
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.segments = Segments(
                 spec=CODECS[setup.codec],
-                params=[
-                    LayerParams(*(None if t is None else t.to(device) for t in p))
-                    for p in setup.params
-                ],
+                params=[p.to(device) for p in setup.params],
                 history=HistoryStore(layout, layers, self.size + self.page_size, device),
                 windows=WindowStore(plan.windows, layout, layers, plan.rows, dtype, device),
                 sinks=SinkCache(layout, layers, plan.sink_cache_rows, dtype, device),
@@ -94,8 +97,13 @@ class OscarKVPool(MHATokenToKVPool):
             "sink_cache": s.sinks.num_bytes,
             "scratch": nbytes(self.scratch),
             "codec": sum(nbytes(*(t for t in p if t is not None)) for p in s.params),
-            "workspace": self.decode_attention.num_bytes if self.decode_attention else 0,
+            "workspace": self._workspace_bytes(),
         }
+
+    def _workspace_bytes(self) -> int:
+        if self.decode_attention is None:
+            return 0
+        return self.decode_attention.num_bytes + workspace_bytes(torch.device(self.device))
 
     def planned_bytes(self) -> dict[str, int]:
         plan = self.setup.plan
@@ -112,36 +120,38 @@ class OscarKVPool(MHATokenToKVPool):
         return sum(self.part_bytes().values())
 
     def _log_memory(self) -> None:
-        plan, parts = self.setup.plan, self.part_bytes()
-        sizes = ", ".join(f"{k} {v / _GB:.3f} GB" for k, v in parts.items())
-        logger.info(
-            "oscar: %d tokens held, %s; total %.3f GB (planned %.3f GB)",
-            self.size,
-            sizes,
-            sum(parts.values()) / _GB,
-            sum(self.planned_bytes().values()) / _GB,
-        )
-        logger.info(
-            "oscar: codec %s, artifact %s, %d B/token against %d B in BF16 (%.2fx), %.2f bits; "
-            "sink %d, recent %d, %d request rows; a request is smaller than in BF16 from %d tokens",
-            self.setup.codec,
-            self.setup.artifact_id,
-            plan.bytes_per_token,
-            plan.bf16_bytes_per_token,
-            plan.bf16_bytes_per_token / plan.bytes_per_token,
-            plan.history.bits_per_element,
-            plan.windows.n_sink,
-            plan.windows.n_recent,
-            plan.rows,
-            plan.break_even(),
-        )
+        from .hooks import HOOKS, missing_hooks
 
-    def stats(self) -> dict:
-        """The block shown under ``oscar`` in ``/server_info``."""
-        plan = self.setup.plan
-        hits, misses, on_prefix = self.device_counters.tolist()
+        setup, hooks = self.setup, len(HOOKS) + 1  # and the attention backend
+        for line in block(
+            setup.plan,
+            self.size,
+            self.part_bytes(),
+            sum(self.planned_bytes().values()),
+            setup.codec,
+            setup.artifact_id,
+            (hooks - len(missing_hooks()), hooks),
+        ):
+            logger.info("oscar: %s", line)
+
+    @property
+    def windows(self) -> WindowLayout:
+        return self.setup.plan.windows
+
+    def reset_counters(self) -> None:
+        self.counters = Counters()
+        self.device_counters.zero_()
+
+    def stats(self, device_counts: list[int] | None = None) -> dict:
+        """The pool's part of ``oscar`` in ``/server_info``.
+
+        ``device_counts``: values of ``device_counters``; without them the device is waited for.
+        """
+        plan, parts = self.setup.plan, self.part_bytes()
+        hits, misses, on_prefix = device_counts or self.device_counters.tolist()
         counters = {
             **vars(self.counters),
+            "scratch_tokens": plan.scratch_tokens,
             "sink_hits": hits,
             "sink_misses": misses,
             "requests_on_prefix": on_prefix,
@@ -157,7 +167,9 @@ class OscarKVPool(MHATokenToKVPool):
             "break_even_tokens": plan.break_even(),
             "sink_tokens": plan.windows.n_sink,
             "recent_tokens": plan.windows.n_recent,
-            "bytes": self.part_bytes(),
+            "prefix_window": "recompute" if self.setup.reprefill_tail else "reuse",
+            "bytes": parts,
+            "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),
             **counters,
         }

@@ -17,6 +17,7 @@ def _is_set(args: Any, name: str, off: tuple = (None, False, 0, "", "none")) -> 
 _OPTIONS = (
     ("enable_hierarchical_cache", "--enable-hierarchical-cache", "HiCache copies BF16 buffers"),
     ("enable_lmcache", "--enable-lmcache", "LMCache copies BF16 buffers"),
+    ("enable_flexkv", "--enable-flexkv", "FlexKV copies BF16 buffers"),
     ("speculative_algorithm", "--speculative-algorithm", "speculative decoding is not built yet"),
     ("enable_unified_memory", "--enable-unified-memory", "it replaces the KV pool"),
     ("enable_page_major_kv_layout", "--enable-page-major-kv-layout", "it replaces the KV pool"),
@@ -33,6 +34,17 @@ _OPTIONS = (
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
+def _prefill_graph(args: Any) -> str | None:
+    """The prefill graph asked for by flag or JSON, or that SGLang has chosen on a GPU."""
+    config = getattr(args, "cuda_graph_config", None)
+    if isinstance(config, dict):
+        backend = (config.get("prefill") or {}).get("backend")
+    else:  # resolved; without a GPU SGLang names one that it will not use
+        on_gpu = getattr(args, "device", None) == "cuda"
+        backend = config.prefill.backend if config is not None and on_gpu else None
+    return backend or getattr(args, "cuda_graph_backend_prefill", None)
+
+
 def refuse_options(args: Any) -> None:
     """Options of SGLang that contradict a 2-bit cache. ``args`` needs no resolution."""
     for field, name, why in _OPTIONS:
@@ -45,10 +57,11 @@ def refuse_options(args: Any) -> None:
             "--kv-cache-dtype int2 does not work with prefill/decode disaggregation yet; "
             f"drop --disaggregation-mode {mode}"
         )
-    if (graph := getattr(args, "cuda_graph_backend_prefill", None)) not in (None, "disabled"):
+    graph = _prefill_graph(args)
+    if graph not in (None, "breakable", "disabled"):  # the rest captures attention itself
         raise OscarError(
-            "--kv-cache-dtype int2 does not capture prefill yet; drop "
-            f"--cuda-graph-backend-prefill {graph} or set it to disabled"
+            f"--kv-cache-dtype int2 does not work with --cuda-graph-backend-prefill {graph}; drop "
+            "it (breakable is SGLang's default) or set it to disabled"
         )
     for field in ("dcp_size", "pp_size"):
         if (getattr(args, field, 1) or 1) > 1:

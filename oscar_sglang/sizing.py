@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .config import OscarConfig
 from .kernels.codec import CODECS
-from .kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
+from .kernels.layout import MemoryPlan, WindowLayout
 
 logger = logging.getLogger(__name__)
 
-# Without --max-running-requests the windows may take this share of the cache's memory.
+# Without --max-running-requests, what every running request costs (its exact windows and its share
+# of the sink cache) may take this share of the cache's memory, or half of it for the first few.
 _WINDOW_SHARE = 1 / 8
-_MAX_DEFAULT_ROWS = 256
+_FEW_REQUESTS, _MAX_DEFAULT_REQUESTS = 8, 256
 # On a GPU the prefix of a turn is best materialised in one piece: 128k tokens are 0.5 GB at 8 heads
 # of 128. Time to first token on a 100k prefix, H200: 4 pieces 149 ms; 1 piece 124 ms, in a run that
 # shared the GPU with another process.
 _SCRATCH_TOKENS = {"cpu": 4096, "cuda": 131072}
+
+
+def default_requests(budget_bytes: int, request_bytes: int, max_tokens: int | None) -> int:
+    """Running requests when the user names no number. ``max_tokens``: --max-total-tokens in units
+    of a request's windows, as more requests than that could not even fill their windows."""
+    wanted = int(budget_bytes * _WINDOW_SHARE) // request_bytes
+    few = min(_FEW_REQUESTS, budget_bytes // 2 // request_bytes)
+    most = min(_MAX_DEFAULT_REQUESTS, max_tokens or _MAX_DEFAULT_REQUESTS)
+    return max(1, min(max(wanted, few), most))
 
 
 def make_plan(
@@ -32,26 +45,28 @@ def make_plan(
     max_running_requests: int | None,
     device: str,
     context_length: int,
+    max_total_tokens: int | None = None,
 ) -> MemoryPlan:
     """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache.
 
-    ``max_running_requests`` None: as many request rows as ``_WINDOW_SHARE`` of the budget pays.
+    ``max_running_requests`` None: chosen (``default_requests``).
     """
-    history = HistoryLayout(kv_heads, head_dim)
+    spec = CODECS[config.codec]
     windows = WindowLayout(config.sink_tokens, config.recent_tokens)
     if max_running_requests is None:
-        row = layers * windows.tokens * kv_heads * 2 * head_dim * itemsize
-        affordable = int(budget_bytes * _WINDOW_SHARE) // row
-        max_running_requests = max(1, min(affordable, _MAX_DEFAULT_ROWS))
+        sinks = 0 if config.sink_cache_tokens else 2 * config.sink_tokens
+        row = layers * (windows.tokens + sinks) * kv_heads * 2 * head_dim * itemsize
+        fit = max_total_tokens and max(1, max_total_tokens // windows.tokens)
+        max_running_requests = default_requests(budget_bytes, row, fit)
         logger.info(
-            "oscar: --max-running-requests %d chosen (windows cost %.1f MB per request row)",
+            "oscar: --max-running-requests %d chosen (each costs %.1f MB: exact windows, sinks)",
             max_running_requests,
             row / 2**20,
         )
     on_cpu = device == "cpu"
     return MemoryPlan(
         layers=layers,
-        history=history,
+        history=spec.layout(kv_heads, head_dim),
         windows=windows,
         rows=max_running_requests + 1,  # row 0 is SGLang's padding row
         sink_cache_rows=config.sink_cache_tokens or 2 * config.sink_tokens * max_running_requests,
@@ -59,7 +74,7 @@ def make_plan(
         or min(_SCRATCH_TOKENS["cpu" if on_cpu else "cuda"], context_length),
         itemsize=itemsize,
         scratch_itemsize=4 if on_cpu else itemsize,
-        codec_params=CODECS[config.codec].params,
+        codec_floats=sum(math.prod(shape) for shape in spec.tensors(head_dim).values()),
     )
 
 
@@ -78,16 +93,26 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
         max_running_requests=requested and max(1, requested // kvc.ps.attn_dp_size),
         device=kvc.device,
         context_length=kvc.model_config.context_len,
+        max_total_tokens=get_schedule().max_total_tokens,
     )
-    if kvc.device == "cpu":
+    return with_workspace(kvc, plan, decode_attention(kvc, plan) if kvc.device != "cpu" else None)
+
+
+def with_workspace(kvc: Any, plan: MemoryPlan, attention: Any) -> MemoryPlan:
+    """``plan`` with the buffers of ``decode_attention`` and of prefill attention on this GPU."""
+    if attention is None:
         return plan
-    return replace(plan, workspace_bytes=decode_attention(kvc, plan).num_bytes)
+    from .varlen import workspace_bytes
+
+    prefill = workspace_bytes(torch.device(kvc.device))
+    return replace(plan, workspace_bytes=attention.num_bytes + prefill)
 
 
 def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
     """The kernels' decode attention for this rank; its buffers are allocated on first use."""
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
+    from .kernels.cuda_attend import has_layout
     from .kernels.decode import DecodeAttention
 
     return DecodeAttention(
@@ -99,4 +124,5 @@ def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
         page_size=get_schedule().page_size,
         max_batch=plan.rows - 1,
         device=kvc.device,
+        triton_only=not has_layout(plan.history),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError
+from .events import log_event
 from .refusals import refuse_model, refuse_options, refuse_page_size
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,6 @@ def prepare_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     refuse_options(_Namespace(kwargs))
     kwargs = dict(kwargs, attention_backend=ATTENTION_BACKEND)
     on_cpu = kwargs.get("device") == "cpu"
-    if not on_cpu:
-        kwargs["cuda_graph_backend_prefill"] = "disabled"  # extend is planned on the host
     if kwargs.get("page_size") is None:
         kwargs["page_size"] = 1 if on_cpu else _GPU_PAGE_SIZE
     refuse_page_size(kwargs["page_size"], "cpu" if on_cpu else "cuda")
@@ -82,7 +80,8 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
             made, path, created = ensure_artifact(folder, codec)
         except CalibrationError as error:
             raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
-        logger.info("oscar: artifact %s %s", path or made.id, "calibrated" if created else "found")
+        how = "calibrated" if created else "found"
+        log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
         return path or _save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
@@ -101,20 +100,34 @@ def pool_setup(kvc: Any) -> Any:
     from . import artifact as art
     from .hooks import config_of, plan_of
     from .memory_pool import PoolSetup
-    from .sizing import decode_attention
+    from .sizing import decode_attention, with_workspace
 
     config = config_of(kvc.server_args)
     artifact = art.load(Path(config.artifact))
     parallel = get_parallel()
     params = art.shard(artifact, parallel.attn_tp_rank, parallel.attn_tp_size)
     layers, plan, attention = kvc.layer_info, plan_of(kvc), None
+    log_event(
+        logger,
+        "pool",
+        codec=config.codec,
+        artifact=artifact.id,
+        rank=f"{parallel.attn_tp_rank}/{parallel.attn_tp_size}",
+        bytes_per_token=plan.bytes_per_token,
+        bf16_bytes_per_token=plan.bf16_bytes_per_token,
+        sink=plan.windows.n_sink,
+        recent=plan.windows.n_recent,
+        request_rows=plan.rows,
+        scratch_tokens=plan.scratch_tokens,
+    )
     if kvc.device != "cpu":
         attention = decode_attention(kvc, plan)
-        plan = replace(plan, workspace_bytes=attention.num_bytes)
+        plan = with_workspace(kvc, plan, attention)
     return PoolSetup(
         plan=plan,
         codec=config.codec,
         params=params[layers.start_layer : layers.end_layer],
         artifact_id=artifact.id,
+        reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,
     )

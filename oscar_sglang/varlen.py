@@ -10,20 +10,21 @@ import torch
 class Varlen(Protocol):
     """softmax(q k^T * scale) v per request, requests back to back.
 
-    q [T, H, D], k and v [S, Hk, D], cu_q and cu_k [B+1] int32 -> out [T, H, D] in q's dtype,
-    lse [T, H] float32 (natural log; any strides).
+    q [T, H, D], k and v [S, Hk, D] (any token stride), cu_q and cu_k [B+1] int32. Fills out
+    [T, H, D], contiguous in q's dtype; returns lse [T, H] float32 (natural log; any strides; -inf
+    where a request has no keys).
     """
 
     def __call__(
-        self, q, k, v, *, cu_q, cu_k, max_q, max_k, causal, scale, logit_cap
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        self, q, k, v, out, *, cu_q, cu_k, max_q, max_k, causal, scale, logit_cap
+    ) -> torch.Tensor: ...
 
 
-def flash_attention_3(q, k, v, *, cu_q, cu_k, max_q, max_k, causal, scale, logit_cap):
+def flash_attention_3(q, k, v, out, *, cu_q, cu_k, max_q, max_k, causal, scale, logit_cap):
     from sglang.kernels.ops.attention.flash_attention import flash_attn_varlen_func
 
-    out, lse, *_ = flash_attn_varlen_func(
-        q.contiguous(),
+    _, lse, *_ = flash_attn_varlen_func(
+        q,
         k,
         v,
         cu_seqlens_q=cu_q,
@@ -33,32 +34,56 @@ def flash_attention_3(q, k, v, *, cu_q, cu_k, max_q, max_k, causal, scale, logit
         softmax_scale=scale,
         causal=causal,
         softcap=logit_cap or 0.0,
-        num_splits=0,
+        num_splits=0,  # the library splits long keys by itself
         return_softmax_lse=True,
+        out=out,
     )
-    return out, lse.transpose(0, 1)
+    return lse.transpose(0, 1)
 
 
-def torch_attention(q, k, v, *, cu_q, cu_k, max_q, max_k, causal, scale, logit_cap):
+def torch_attention(q, k, v, out, *, cu_q, cu_k, max_q, max_k, causal, scale, logit_cap):
     """The same on any device, from the reference; for tests of the GPU path without a GPU."""
     from .kernels.reference import attend
 
-    out = torch.zeros_like(q)
+    out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bounds = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:], strict=False)
     for q0, q1, k0, k1 in bounds:
         part = attend(q[q0:q1], k[k0:k1], v[k0:k1], scale, logit_cap, causal)
         out[q0:q1], lse[q0:q1] = part.out.to(q.dtype), part.lse
-    return out, lse
+    return lse
+
+
+def _has_flash_attention_3(device: torch.device) -> bool:
+    if not 8 <= torch.cuda.get_device_capability(device)[0] <= 9:
+        return False
+    try:
+        import sgl_kernel.flash_attn  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Device memory that ``varlen_attention`` keeps; part of the memory budget."""
+    from .flashinfer_varlen import WORKSPACE_BYTES
+
+    return 0 if device.type == "cpu" or _has_flash_attention_3(device) else WORKSPACE_BYTES
 
 
 def varlen_attention(device: torch.device) -> Varlen:
-    """FlashAttention-3 where SGLang has it (sm_80 to sm_90)."""
+    """FlashAttention-3 where SGLang has it (sm_80 to sm_90), else FlashInfer."""
+    from . import flashinfer_varlen
+
     if device.type == "cpu":
         return torch_attention
-    major, minor = torch.cuda.get_device_capability(device)
-    if not 8 <= major <= 9:
+    if _has_flash_attention_3(device):
+        return flash_attention_3
+    if not flashinfer_varlen.installed():
+        major, minor = torch.cuda.get_device_capability(device)
         raise NotImplementedError(
-            f"int2 prefill needs FlashAttention-3 (sm_80 to sm_90); this GPU is sm_{major}{minor}"
+            "int2 prefill needs FlashAttention-3 (sgl_kernel.flash_attn, sm_80 to sm_90) or "
+            f"FlashInfer; this GPU is sm_{major}{minor} and the package flashinfer is missing: "
+            "pip install flashinfer-python"
         )
-    return flash_attention_3
+    return flashinfer_varlen.FlashInferAttention(device)

@@ -1,49 +1,167 @@
-"""Simulate agent sessions against a running server and compare each with itself run alone.
+"""Simulate agent sessions on a server and compare each with itself run alone.
 
-    python scripts/agent_sim.py --port 30000 --sessions 30 --turns 20 --concurrency 8 --out r.json
+    python scripts/agent_sim.py --model DIR --log-dir LOGS --out r.json --sessions 30 --turns 20 \\
+        --page-sizes 16 --concurrency 8 -- --kv-cache-dtype int2 --max-total-tokens 12000
 
-The server must be on this machine and idle; its prefix cache is flushed. Give it a small
-``--max-total-tokens`` for eviction and retraction, and ``--vocab`` its vocabulary. Exit status 1 if
-a session differs by more than a tie or drift (see ``lib/agents.py``).
+starts a server for every page size, with the flags after ``--``, and runs every concurrency on it.
+``--port PORT`` instead of ``--model`` uses a server that is running, idle, on this machine; its
+prefix cache is flushed. A small ``--max-total-tokens`` makes eviction and retraction. Prompts are
+pieces of ``--tokens FILE.npz`` (arrays of token ids), else random ids below ``--vocab``; a trained
+model needs text, because its answers to random ids hardly depend on them.
+
+The report: sessions that differ and the KL at their first differing token (``lib/agents.py`` says
+what a tie, a drift and corruption are), GPU and host memory and slots in use before and after,
+retractions and errors in the server's log. Exit status 1 if a session is corrupt, a slot was not
+given back, the log has an error, or GPU memory grew by more than --growth-mb.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
+
+import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
 from agents import Workload, simulate  # noqa: E402
-from server import Client  # noqa: E402
+from endurance import device_name, gpu_used  # noqa: E402
+from server import Client, Server  # noqa: E402
+
+ERRORS = ("memory leak detected", "double free", "use-after-free", "Traceback", "OwnershipError")
+MB = 2**20
 
 
 def parse() -> argparse.Namespace:
     d = Workload()
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--port", type=int, default=30000)
-    p.add_argument("--concurrency", type=int, default=8)
+    where = p.add_mutually_exclusive_group(required=True)
+    where.add_argument("--port", type=int, help="a running server")
+    where.add_argument("--model", type=Path, help="model folder to serve; server flags after --")
+    p.add_argument("--log-dir", type=Path, default=Path("."), help="for server logs")
+    p.add_argument("--page-sizes", type=int, nargs="+", help="with --model; default: int2's own")
+    p.add_argument("--concurrency", type=int, nargs="+", default=[8], help="sessions at a time")
     for name in ("sessions", "turns", "systems", "system_tokens", "vocab", "top", "seed"):
         p.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(d, name))
     for name in ("turn_tokens", "answer_tokens"):
         p.add_argument("--" + name.replace("_", "-"), type=int, nargs=2, default=getattr(d, name))
     p.add_argument("--hangups", type=float, default=d.hangups, help="share of abandoned requests")
+    p.add_argument("--tokens", type=Path, help="token archive that prompts are cut from")
+    p.add_argument("--growth-mb", type=float, default=64, help="GPU memory that may be added")
+    p.add_argument("--commit", help="commit to report where there is no git")
     p.add_argument("--out", type=Path, help="write the report as JSON")
-    return p.parse_args()
+    own = sys.argv[1:]
+    cut = own.index("--") if "--" in own else len(own)
+    args = p.parse_args(own[:cut])
+    args.flags = own[cut + 1 :]
+    if args.port and (args.flags or args.page_sizes):
+        p.error("server flags and --page-sizes need --model")
+    return args
+
+
+def usage(client: Client) -> dict:
+    """What the idle server holds; host memory of a server that we started."""
+    client.abort_all()
+    client.flush()
+    state = client.internal_state().get("oscar", {})
+    used = {k: state[k] for k in ("history_tokens", "tokens_capacity") if k in state}
+    if (gpu := gpu_used()) is not None:
+        used["gpu_mb"] = round(gpu / MB, 1)
+    if isinstance(client, Server):
+        root = psutil.Process(client.process.pid)
+        family = [root, *root.children(recursive=True)]
+        used["rss_mb"] = round(sum(p.memory_info().rss for p in family) / MB, 1)
+    return used
+
+
+def run(client: Client, work: Workload, concurrency: int, text: list[int] | None) -> dict:
+    """One workload. A few sessions go first: they compile kernels and fill allocators."""
+    say = print if sys.stdout.isatty() else lambda _: None
+    simulate(client, replace(work, sessions=min(concurrency, 8), turns=2), concurrency, text=text)
+    before, begin = usage(client), time.perf_counter()
+    result = simulate(client, work, concurrency, say, text)
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    result |= {"before": before, "after": usage(client)}
+    return result
+
+
+def servers(args: argparse.Namespace) -> Iterator[tuple[Client, dict]]:
+    """Each server to test, and what is known about it."""
+    if args.port:
+        yield Client(args.port), {}
+        return
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    for page in args.page_sizes or [None]:
+        flags = [*args.flags, *(["--page-size", str(page)] if page else [])]
+        log = args.log_dir / f"server-page-{page or 'default'}.log"
+        with Server(args.model, log, *flags) as server:
+            yield server, {"page_size": server.internal_state()["page_size"], "flags": flags}
+
+
+def problems(result: dict, growth_mb: float) -> list[str]:
+    """What makes a run a failure, in words."""
+    before, after = result["before"], result["after"]
+    found = [f"{result['corrupt']} corrupt turns"] if result["corrupt"] else []
+    if after.get("history_tokens"):
+        found.append(f"{after['history_tokens']} slots not given back")
+    if after.get("tokens_capacity") != before.get("tokens_capacity"):
+        found.append("the capacity changed")
+    grew = after.get("gpu_mb", 0) - before.get("gpu_mb", 0)
+    if grew > growth_mb:
+        found.append(f"GPU memory grew by {grew:.0f} MB")
+    return found + [f"log: {e}" for e in result.get("log", {}).get("errors", ())]
+
+
+def from_log(client: Client) -> dict:
+    if not isinstance(client, Server):
+        return {}
+    text = client.log.read_text(errors="replace")
+    retractions = text.count("KV cache pool is full. Retract requests")
+    return {"log": {"retractions": retractions, "errors": [e for e in ERRORS if e in text]}}
+
+
+def provenance(args: argparse.Namespace) -> dict:
+    git = subprocess.run(
+        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    return {
+        "device": device_name(),
+        "versions": {p: importlib.metadata.version(p) for p in ("torch", "triton", "sglang")},
+        "commit": git.stdout.strip() or args.commit or "unknown",
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "baselines": ["the same session alone on an empty cache"],
+    }
 
 
 def main() -> int:
-    args = vars(parse())
-    port, concurrency, out = (args.pop(k) for k in ("port", "concurrency", "out"))
-    args |= {k: tuple(args[k]) for k in ("turn_tokens", "answer_tokens")}
-    result = simulate(Client(port), Workload(**args), concurrency, lambda s: print(s, flush=True))
-    if out:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    hidden = ("workload", "differences")
-    print(json.dumps({k: v for k, v in result.items() if k not in hidden}, indent=1))
-    return int(result["corrupt"] > 0)
+    args = parse()
+    text = None
+    if args.tokens:
+        with np.load(args.tokens) as z:
+            text = np.concatenate([z[k].ravel() for k in z.files]).tolist()
+    values = {f.name: getattr(args, f.name) for f in fields(Workload)}
+    work = Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    report = {**provenance(args), "runs": []}
+    for client, about in servers(args):
+        for concurrency in args.concurrency:
+            result = {**about, **run(client, work, concurrency, text)} | from_log(client)
+            result["problems"] = problems(result, args.growth_mb)
+            report["runs"].append(result)
+            short = {k: v for k, v in result.items() if k not in ("workload", "differences")}
+            print(json.dumps(short, indent=1), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(r["problems"] for r in report["runs"]))
 
 
 if __name__ == "__main__":

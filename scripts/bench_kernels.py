@@ -156,7 +156,7 @@ def check_store(cache: Cache) -> None:
     store(view, where, q, k, v, q_rot)
     params = view.params
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
-    want = codec.encode_k(view.spec, params, k_rot), codec.encode_v(view.spec, v_rot)
+    want = codec.encode_k(view.spec, params, k_rot), codec.encode_v(view.spec, params, v_rot)
     for got, rows in zip(cache.seg.history.read(0, where.slots), want, strict=True):
         same = (got.packed == rows.packed).all(-1) & (got.meta == rows.meta).all(-1)
         if same.float().mean() < 0.97:
@@ -226,8 +226,7 @@ def bench_layer(bench: Bench) -> None:
     _, q, k, v = fresh(batch)
 
     def layer(i):
-        store(views[i], where[i], q, k, v, cache.q[i])
-        steps[i](views[i], cache.q[i], cache.table, cache.out[i], scale=128**-0.5)
+        steps[i].layer(views[i], where[i], q, k, v, cache.table, cache.out[i], scale=128**-0.5)
 
     us = graph_time([lambda i=i: layer(i) for i in range(cache.copies)])
     try:

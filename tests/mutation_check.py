@@ -1,9 +1,11 @@
-"""Do the tests notice? Deliberate faults in the pool's code, one at a time: each must fail a test.
+"""Do the tests notice? Deliberate faults in the pool's code and in the Triton kernels, one at a
+time: each must fail a test.
 
     python tests/mutation_check.py [NAME ...]
 
-No file is changed: each fault is put into the source while a forked child imports it. Exit status 1
-if a fault passes all tests.
+No file is changed: each fault is put into the source while a forked child imports it. Kernels run
+in Triton's interpreter, so this is for a machine without a GPU. Exit status 1 if a fault passes all
+tests.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import importlib.machinery
 import io
 import json
+import linecache
 import os
 import sys
 from pathlib import Path
@@ -19,7 +22,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent / "triton_kernels"
-TESTS = ("test_reference.py", "test_debug_tags.py", "test_faults.py", "test_ownership.py")
+POOL_TESTS = ("test_reference.py", "test_debug_tags.py", "test_faults.py", "test_ownership.py")
+KERNEL_FILES = ("store_windows", "store", "attend", "materialise")
+KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
 SKIP = "not calibrat and not cache and not disk"
 
 
@@ -29,7 +34,7 @@ class Fault(NamedTuple):
     new: str
 
 
-FAULTS = {
+POOL_FAULTS = {
     "history one token too short": Fault(
         "reference.py", "prefix_lens + 1 - windows.n_recent)", "prefix_lens - windows.n_recent)"
     ),
@@ -94,6 +99,67 @@ FAULTS = {
 }
 
 
+KERNEL_FAULTS = {
+    "store: ring row one off": Fault(
+        "store.py", "row * n_recent + pos % n_recent", "row * n_recent + (pos + 1) % n_recent"
+    ),
+    "store: a row too many in the sink": Fault("store.py", "(pos < n_sink)", "(pos <= n_sink)"),
+    "store: stale rows of a chunk in the ring": Fault(
+        "store.py", "in_ring = ok & (pos >= end - n_recent)", "in_ring = ok"
+    ),
+    "store: range without its lower end": Fault(
+        "store.py",
+        "nearest_code(y, inv[:, None], lo[:, None])",
+        "nearest_code(y, inv[:, None], 0.0)",
+    ),
+    "store: feedback by the transposed factor": Fault(
+        "store.py", "factor + j * D + cols", "factor + cols * D + j"
+    ),
+    "store: V written over K": Fault(
+        "store.py", "codes, step, lo, 1, TB, Hk, D)", "codes, step, lo, 0, TB, Hk, D)"
+    ),
+    "store: sink cache gets no V": Fault(
+        "store.py", "_write_row(cache_v, cached,", "_write_row(cache_k, cached,"
+    ),
+    "attend: a row too many of history": Fault(
+        "attend.py", "(pos >= lo_pos) & (pos < end)", "(pos >= lo_pos) & (pos <= end)"
+    ),
+    "attend: reference moved, sum not": Fault("attend.py", "acc * fade[:, None], p", "acc, p"),
+    "attend: queries see later tokens": Fault(
+        "attend.py", " & (pos[None, :] <= q_pos[:, None])", ""
+    ),
+    "attend: K's offset left out": Fault("attend.py", " + q_sum[:, None] * lo[None, :]", ""),
+    "attend: ring read one off": Fault(
+        "attend.py", "row * n_recent + pos % n_recent", "row * n_recent + (pos + 1) % n_recent"
+    ),
+    "attend: sink of the first row": Fault(
+        "attend.py", "index = row * n_sink + pos", "index = pos"
+    ),
+    "merge: partial results of the neighbour": Fault(
+        "merge.py", "part = ((i + b).to(tl.int64)", "part = ((i + 0 * b).to(tl.int64)"
+    ),
+    "merge: V rotated again instead of back": Fault(
+        "merge.py", "some[None, :] * D + cols[:, None]", "cols[:, None] * D + some[None, :]"
+    ),
+    "merge: splits weighed alike": Fault(
+        "merge.py", "tl.where(used, tl.exp2(m_i - m_new), 0.0)", "tl.where(used, 1.0, 0.0)"
+    ),
+    "materialise: a row too many of history": Fault(
+        "materialise.py",
+        "(pos >= n_sink) & (pos < boundary)",
+        "(pos >= n_sink) & (pos <= boundary)",
+    ),
+    "materialise: V decoded from K": Fault(
+        "materialise.py",
+        "v = _decode_row(blocks, slot, history, head, 1,",
+        "v = _decode_row(blocks, slot, history, head, 0,",
+    ),
+    "materialise: every prefix starts at 0": Fault(
+        "materialise.py", "tl.load(starts + request).to(tl.int64) + i", "i"
+    ),
+}
+
+
 def mutate(fault: Fault) -> None:
     """Imports of ``fault.file`` in this process compile the faulty source."""
     target, loader = KERNELS / fault.file, importlib.machinery.SourceFileLoader
@@ -105,7 +171,10 @@ def mutate(fault: Fault) -> None:
         source = target.read_text()
         if source.count(fault.old) != 1:
             raise SystemExit(f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times")
-        return compile(source.replace(fault.old, fault.new), self.path, "exec")
+        source = source.replace(fault.old, fault.new)
+        # Triton's interpreter reads a kernel's source again; no date: never checked against disk.
+        linecache.cache[self.path] = (len(source), None, source.splitlines(True), self.path)
+        return compile(source, self.path, "exec")
 
     loader.get_code = get_code
 
@@ -125,8 +194,8 @@ class Failures:
             self.names.append(f"{report.nodeid} cannot be imported")
 
 
-def failing_tests(fault: Fault | None) -> list[str]:
-    """Run the tests in a forked child that holds ``fault``."""
+def failing_tests(fault: Fault | None, tests: tuple[str, ...]) -> list[str]:
+    """Run ``tests`` in a forked child that holds ``fault``."""
     import pytest
 
     read, write = os.pipe()
@@ -136,8 +205,10 @@ def failing_tests(fault: Fault | None) -> list[str]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             if fault:
                 mutate(fault)
-            quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no", "-k", SKIP]
-            pytest.main([*quiet, *(str(HERE / t) for t in TESTS)], plugins=[found])
+            options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
+            # The interpreter is slow: one failing test will do.
+            options += ["-x"] if tests is KERNEL_TESTS else ["-k", SKIP]
+            pytest.main([*options, *(str(HERE / t) for t in tests)], plugins=[found])
         os.write(write, json.dumps(found.names[:400]).encode()[:60000])
         os._exit(0)
     os.close(write)
@@ -147,30 +218,42 @@ def failing_tests(fault: Fault | None) -> list[str]:
     return names
 
 
+def check(faults: dict[str, Fault], tests: tuple[str, ...], wanted: list[str]) -> int:
+    """How many of the faults that are ``wanted`` (all, if none is named) pass every test."""
+    faults = {name: f for name, f in faults.items() if not wanted or name in wanted}
+    if faults and (clean := failing_tests(None, tests)):
+        raise SystemExit(f"fail even without a fault: {', '.join(clean)}")
+    missed = 0
+    for name, fault in faults.items():
+        names = failing_tests(fault, tests)
+        missed += not names
+        files = {f: [n for n in names if n.startswith(Path(f).name)] for f in tests}
+        caught = "; ".join(f"{v[0]} (+{len(v) - 1})" for v in files.values() if v)
+        print(f"{'caught' if names else 'MISSED'}  {name}: {caught or names}", flush=True)
+    return missed
+
+
 def main(wanted: list[str]) -> int:
+    if unknown := set(wanted) - {*POOL_FAULTS, *KERNEL_FAULTS}:
+        raise SystemExit(f"no such fault: {', '.join(unknown)}")
     sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
     os.environ.setdefault("OSCAR_OWNERSHIP", "150x3")
     from oscar_sglang.launch_server import enter_cpu_mode
 
     enter_cpu_mode()
-    import hypothesis  # noqa: F401  (imports that every child would repeat)
-    import sglang.srt.mem_cache.radix_cache  # noqa: F401
     import torch
-    import transformers  # noqa: F401
 
     torch.set_num_threads(1)
-    if clean := failing_tests(None):
-        print(f"fail even without a fault: {', '.join(clean)}")
-        return 1
-    missed = 0
-    for name, fault in FAULTS.items():
-        if wanted and name not in wanted:
-            continue
-        names = failing_tests(fault)
-        missed += not names
-        files = {f: [n for n in names if n.startswith(f)] for f in TESTS}
-        caught = "; ".join(f"{v[0]} (+{len(v) - 1})" for v in files.values() if v)
-        print(f"{'caught' if names else 'MISSED'}  {name}: {caught or names}", flush=True)
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at its import, so before SGLang's
+    import triton.experimental.gluon.language  # noqa: F401
+
+    missed = check(KERNEL_FAULTS, KERNEL_TESTS, wanted)
+    del os.environ["TRITON_INTERPRET"]
+    import hypothesis  # noqa: F401  (imports that every child would repeat)
+    import sglang.srt.mem_cache.radix_cache  # noqa: F401
+    import transformers  # noqa: F401
+
+    missed += check(POOL_FAULTS, POOL_TESTS, wanted)
     return int(missed > 0)
 
 

@@ -3,6 +3,9 @@
 Every forward is checked twice: by ``DebugTags``, and against a dense computation that is told only
 which tokens a request has, where its prefix hit ended and which sink slots the sink cache still
 held; it knows nothing of slots, rings or rows.
+
+With a page size above 1 slots come from SGLang's paged allocator and prefixes match in whole pages;
+lengths grow with the page, so that a request spans several.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.mem_cache.allocator import paged
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -24,12 +28,32 @@ from oscar_sglang.kernels.codec import CODECS, LayerParams
 from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 
-D, ROWS, CONTEXT, BANK = 16, 4, 64, 1024
-WINDOWS = WindowLayout(n_sink=4, n_recent=8)
-POOL = int(1.2 * ROWS * CONTEXT)
+D, ROWS, BANK = 16, 4, 1024
+N_RECENT = 8
 SCALE = D**-0.5
-# Two families of prompts that part inside the sink, the history and the recent window.
+# Prompts part inside the sink, the history and the recent window. For a context of 64.
 FORKS = (2, 6, 20, 40)
+
+
+class _TorchLaunch:
+    """``kernel[grid](...)`` of SGLang's paged allocator, by the torch form that SGLang has for
+    devices without Triton. Everything around the launch stays SGLang's."""
+
+    def __init__(self, decode: bool) -> None:
+        self.decode = decode
+
+    def __getitem__(self, _grid):
+        return self.launch
+
+    def launch(self, *args) -> None:
+        seq_lens, last_loc, free_pages, out, _, page_size = args[not self.decode :]
+        before = seq_lens - 1 if self.decode else args[0]
+        args = (before, seq_lens, last_loc, free_pages, out, page_size)
+        paged.alloc_extend_naive(*args, out.device)
+
+
+paged.alloc_extend_kernel = _TorchLaunch(decode=False)
+paged.alloc_decode_kernel = _TorchLaunch(decode=True)
 
 
 @dataclass
@@ -58,13 +82,26 @@ class Request:
 
 
 class Machine:
-    """``Machine(seed)``, then operations by name; ``check_idle`` ends it."""
+    """``Machine(seed)``, then operations by name; ``check_idle`` ends it.
+
+    n_sink  exact first tokens; not a multiple of the page, so that pages straddle the boundary
+    """
 
     OPERATIONS = ("start",) * 4 + ("forward",) * 12 + ("finish",) * 3 + ("publish",) * 3
     OPERATIONS += ("abort", "retract", "evict", "flush", "poison")
 
-    def __init__(self, seed: int = 0, cache_rows: int = 24, exact: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        cache_rows: int = 24,
+        exact: bool = True,
+        page: int = 1,
+        n_sink: int = 4,
+    ) -> None:
         self.rng = random.Random(seed)
+        self.page, self.n_sink = page, n_sink
+        self.context = max(64, 3 * page)
+        self.pool = int(1.2 * ROWS * self.context) // page * page
         g = torch.Generator().manual_seed(1)
         q = torch.linalg.qr(torch.randn(2, 1, D, D, generator=g, dtype=torch.float64))[0].float()
         params = LayerParams(q[0], q[1], (torch.randn(1, D, D, generator=g) * 0.02).triu(1))
@@ -72,16 +109,21 @@ class Machine:
         self.seg = reference.Segments(
             CODECS["feedback"],
             [params],
-            HistoryStore(layout, 1, POOL + 1, "cpu"),
-            WindowStore(WINDOWS, layout, 1, ROWS + 1, torch.float32, "cpu"),
+            HistoryStore(layout, 1, self.pool + page, "cpu"),
+            WindowStore(WindowLayout(n_sink, N_RECENT), layout, 1, ROWS + 1, torch.float32, "cpu"),
             SinkCache(layout, 1, cache_rows, torch.float32, "cpu"),
         )
-        self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", False)
-        self.slots = TokenToKVPoolAllocator(POOL, torch.float32, "cpu", None, False)
-        self.tree = RadixCache.create_simulated(mock_allocator=self.slots)
+        self.rows = ReqToTokenPool(ROWS, self.context, "cpu", False)
+        of = (torch.float32, "cpu", None, False)
+        if page == 1:
+            self.slots = TokenToKVPoolAllocator(self.pool, *of)
+        else:
+            self.slots = paged.PagedTokenToKVPoolAllocator(self.pool, page, *of)
+        self.slots.debug_mode = True  # SGLang's own asserts, too
+        self.tree = RadixCache.create_simulated(mock_allocator=self.slots, page_size=page)
         self.tree.req_to_token_pool = self.rows
-        self.tags = DebugTags(self.seg, CONTEXT)
-        self.scratch = torch.full((2, 13, 1, D), torch.nan)
+        self.tags = DebugTags(self.seg, self.context)
+        self.scratch = torch.full((2, 13 * self.context // 64, 1, D), torch.nan)
         self.bank = torch.randn(3, BANK, 1, D, generator=g)
         self.coded = self._coded_bank(params)
         self.cached_sinks: dict[int, int] = {}  # sink-cache row -> slot, kept independently
@@ -94,8 +136,9 @@ class Machine:
 
     def _coded_bank(self, params: LayerParams) -> list[torch.Tensor]:
         k, v = codec.rotate(self.bank[1], params.r_k), codec.rotate(self.bank[2], params.r_v)
-        k = codec.decode_rows(codec.encode_k(self.seg.spec, params, k))
-        v = codec.decode_rows(codec.encode_v(self.seg.spec, v))
+        spec = self.seg.spec
+        k = codec.decode_k(spec, params, codec.encode_k(spec, params, k))
+        v = codec.decode_v(spec, params, codec.encode_v(spec, params, v))
         return [codec.rotate(k, params.r_k.mT), codec.rotate(v, params.r_v.mT)]
 
     # -- operations --------------------------------------------------------------------------
@@ -109,10 +152,12 @@ class Machine:
         getattr(self, name)()
 
     def prompt(self) -> list[int]:
-        base = [self.rng.randrange(2)] * CONTEXT
+        length = self.context
+        base = [self.rng.randrange(2)] * length
         for fork in FORKS:
-            base[fork:] = [self.rng.randrange(2) + 2 * (fork % 5)] * (CONTEXT - fork)
-        return base[: self.rng.randrange(1, CONTEXT - 8)]
+            at = fork * length // 64
+            base[at:] = [self.rng.randrange(2) + 2 * (fork % 5)] * (length - at)
+        return base[: self.rng.randrange(1, length - 8)]
 
     def start(self) -> None:
         if not self.rows.free_slots:
@@ -121,7 +166,7 @@ class Machine:
             request = self.waiting.pop()
         else:
             wanted = self.prompt()
-            request = Request(wanted, min(CONTEXT, len(wanted) + self.rng.randrange(1, 24)))
+            request = Request(wanted, min(self.context, len(wanted) + self.rng.randrange(1, 24)))
         key = RadixKey(array("q", request.wanted[:-1]))
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         self.rows.alloc([request])
@@ -147,13 +192,11 @@ class Machine:
             n = len(request.wanted) - request.done
             n = self.rng.choice((n, self.rng.randrange(1, n + 1)))
             work.append((request, n))
-        given = []
-        for request, n in work:
-            slots = self._allocate(n, [r for r, *_ in work]) if request in self.running else None
-            if slots is not None:
-                given.append((request, n, slots))
-        if given:
-            self._forward(given)
+        while work and not self._make_room(work):
+            work.pop()
+        if work:
+            parts = self._allocate(work).split([n for _, n in work])
+            self._forward([(r, n, s) for (r, n), s in zip(work, parts, strict=True)])
 
     def finish(self) -> None:
         done = [r for r in self.running if r.done >= len(r.wanted) and not vars(r).get("new")]
@@ -188,8 +231,13 @@ class Machine:
             self.slots.clear()
 
     def poison(self) -> None:
-        """What nobody owns may hold anything: code 3 and NaN metadata, NaN windows."""
-        free = self.slots.free_pages
+        """What nobody owns may hold anything: code 3 and NaN metadata, NaN windows; the same for
+        the rest of a page that a request has begun."""
+        free = [(self.slots.free_pages[:, None] * self.page + torch.arange(self.page)).flatten()]
+        for request in self.running:
+            last = int(self._last_slot(request))
+            free.append(torch.arange(last + 1, -(-(last + 1) // self.page) * self.page))
+        free = torch.cat(free)
         for view in self.seg.history._views(0):
             view[free // 16, ..., free % 16, :] = 3 if view.dtype == torch.uint8 else torch.nan
         rows, windows = self.rows.free_slots, self.seg.windows
@@ -200,23 +248,41 @@ class Machine:
         """After everybody left and the tree was emptied every slot and row is free, once."""
         for request in list(self.running):
             self._release(request, insert=False)
-        self.tree.evict(EvictParams(num_tokens=POOL))
-        assert sorted(self.slots.free_pages.tolist()) == list(range(1, POOL + 1))
+        self.tree.evict(EvictParams(num_tokens=self.pool))
+        pages = self.pool // self.page
+        assert sorted(self.slots.free_pages.tolist()) == list(range(1, pages + 1))
         assert len(self.rows.free_slots) == ROWS
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _allocate(self, n: int, keep: list[Request]) -> torch.Tensor | None:
-        """Free slots, else evicted ones, else those of a retracted request."""
-        while n > self.slots.available_size():
-            self.tree.evict(EvictParams(num_tokens=n - self.slots.available_size()))
-            if n <= self.slots.available_size():
-                break
+    def _make_room(self, work: list[tuple[Request, int]]) -> bool:
+        """Free slots for a batch, else evicted ones, else those of a retracted request."""
+        pages = sum(-(-(r.done + n) // self.page) - -(-r.done // self.page) for r, n in work)
+        while (missing := pages * self.page - self.slots.available_size()) > 0:
+            if self.tree.evict(EvictParams(num_tokens=missing)).num_tokens_evicted:
+                continue
             before = len(self.running)
-            self.retract(keep)
+            self.retract([r for r, _ in work])
             if len(self.running) == before:
-                return None
-        return self.slots.alloc(n)
+                return False
+        return True
+
+    def _last_slot(self, request: Request) -> torch.Tensor:
+        """-1 before the first token."""
+        held = self.rows.req_to_token[request.req_pool_idx, : request.done].long()
+        return held[-1] if len(held) else torch.tensor(-1)
+
+    def _allocate(self, work: list[tuple[Request, int]]) -> torch.Tensor:
+        """Slots of a batch's fresh tokens, by the calls that SGLang's scheduler makes."""
+        total = sum(n for _, n in work)
+        if self.page == 1:
+            return self.slots.alloc(total)
+        prefix = torch.tensor([r.done for r, _ in work])
+        end = prefix + torch.tensor([n for _, n in work])
+        last = torch.stack([self._last_slot(r) for r, _ in work])
+        if total == len(work):
+            return self.slots.alloc_decode(end, end, last)
+        return self.slots.alloc_extend(prefix, prefix, end, end, last, total)
 
     def _release(self, request: Request, insert: bool) -> None:
         # A prompt that was never computed past its hit has nothing to insert.
@@ -232,11 +298,11 @@ class Machine:
             slots = self.rows.req_to_token[row, :hit].long()
             request.hit = hit
             held = [self.cached_sinks.get(s % len(self.seg.sinks.tag)) == s for s in slots.tolist()]
-            request.lost_sinks = [p for p in range(min(hit, WINDOWS.n_sink)) if not held[p]]
+            request.lost_sinks = [p for p in range(min(hit, self.n_sink)) if not held[p]]
             self.counts["lost_sinks"] += len(request.lost_sinks)
             self.seg.windows.recent_start[row] = hit
             if hit:
-                reference.restore_sinks(self.seg, row, slots[: WINDOWS.n_sink])
+                reference.restore_sinks(self.seg, row, slots[: self.n_sink])
             self.tags.start(row, slots)
 
     def _forward(self, given) -> None:
@@ -255,7 +321,7 @@ class Machine:
         )
         batch = reference.plan_batch(self.seg, rows, prefix, end, slots)
         for position, slot in zip(batch.positions.tolist(), slots.tolist(), strict=True):
-            if position < WINDOWS.n_sink:
+            if position < self.n_sink:
                 self.cached_sinks[slot % len(self.seg.sinks.tag)] = slot
         self.tags.begin(batch, torch.tensor(tokens), table)
         q, k, v = self.bank[:, fresh]
@@ -276,8 +342,8 @@ class Machine:
         """Rows done..done+n-1 over explicitly chosen exact or decoded rows, [n, 1, D]."""
         first, end = request.done, request.done + n
         coded = torch.zeros(end, dtype=torch.bool)
-        recent = max(request.hit, first + 1 - WINDOWS.n_recent)
-        coded[WINDOWS.n_sink : min(first, recent)] = True
+        recent = max(request.hit, first + 1 - N_RECENT)
+        coded[self.n_sink : min(first, recent)] = True
         coded[request.lost_sinks] = True
         ids = index[:end]
         k, v = (

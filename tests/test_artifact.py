@@ -31,8 +31,16 @@ def make(codec: str = "feedback", fingerprint: Fingerprint = FINGERPRINT) -> Art
     h, d = fingerprint.kv_heads, fingerprint.head_dim
     layers = []
     for _ in range(fingerprint.layers):
-        factor = torch.randn(h, d, d, generator=g).triu(1) if CODECS[codec].k_feedback else None
-        layers.append(LayerParams(_orthogonal(h, d, g), _orthogonal(h, d, g), factor))
+        square = torch.randn(h, d, d, generator=g)
+        metric = square @ square.mT + torch.eye(d)
+        tensors = {
+            "r_k": _orthogonal(h, d, g),
+            "r_v": _orthogonal(h, d, g),
+            "factor": square.triu(1),
+            "metric": (metric + metric.mT) / 2,
+            "grid": torch.tensor([-8.0, -4.0, 0.03]).repeat(h, 2, 1),
+        }
+        layers.append(LayerParams(**{n: tensors[n] for n in CODECS[codec].tensors(d)}))
     return Artifact(fingerprint, codec, {"damping": 0.05}, layers, {"tokens": 1, "data": "é"})
 
 
@@ -41,9 +49,9 @@ def path(tmp_path) -> Path:
     return tmp_path / "a.safetensors"
 
 
-def rewrite(path: Path, tensors=None, drop=(), **meta) -> None:
+def rewrite(path: Path, tensors=None, drop=(), made: str = "feedback", **meta) -> None:
     """A valid artifact file with some tensors and metadata replaced, unchecked."""
-    artifact = make()
+    artifact = make(made)
     head = {
         "format_version": 1,
         "fingerprint": dataclasses.asdict(artifact.fingerprint),
@@ -153,7 +161,7 @@ def test_format_version(path, version, part):
 
 def test_unknown_codec(path):
     rewrite(path, codec="zip")
-    refuses(path, "unknown codec 'zip'", "feedback, aligned, oscar")
+    refuses(path, "unknown codec 'zip'", ", ".join(CODECS))
 
 
 @pytest.mark.parametrize("name", ["options", "provenance"])
@@ -229,6 +237,29 @@ def test_factor_not_strictly_upper(path):
     refuses(path, "layers.0.factor is not strictly upper triangular")
 
 
+def test_metric_and_grid_are_checked(path):
+    metric = make("accurate").layers[0].metric.clone()
+    metric[0, 0, 1] += 1
+    rewrite(path, {"layers.0.metric": metric}, made="accurate")
+    refuses(path, "layers.0.metric is not symmetric")
+    metric[0] = -torch.eye(16)
+    rewrite(path, {"layers.0.metric": metric}, made="accurate")
+    refuses(path, "layers.0.metric is not positive definite")
+    for column, value in ((0, 65.0), (2, 0.0), (2, -1.0)):
+        grid = make("compact").layers[1].grid.clone()
+        grid[3, 1, column] = value
+        rewrite(path, {"layers.1.grid": grid}, made="compact")
+        refuses(path, "layers.1.grid is no grid of metadata bytes")
+
+
+def test_tensors_of_another_codec_are_refused(path):
+    """A header that names a codec whose tensors the file does not hold."""
+    rewrite(path, codec="accurate")
+    refuses(path, "tensor layers.0.metric is missing")
+    rewrite(path, made="compact", codec="feedback")
+    refuses(path, "its fingerprint implies")
+
+
 def test_damaged_bytes_never_raise_anything_else(path):
     """Any byte of a valid file changed: an artifact or an ArtifactError."""
     make(fingerprint=dataclasses.replace(FINGERPRINT, layers=1, kv_heads=1)).save(path)
@@ -275,7 +306,7 @@ def test_shard(tp_size, heads):
     for rank in range(tp_size):
         for whole, part in zip(artifact.layers, art.shard(artifact, rank, tp_size), strict=True):
             for a, b in zip(whole, part, strict=True):
-                assert torch.equal(b, a[heads[rank]])
+                assert b is None if a is None else torch.equal(b, a[heads[rank]])
 
 
 @pytest.mark.parametrize("rank, size", [(0, 3), (2, 2), (-1, 2), (0, 6)])
@@ -292,7 +323,8 @@ def test_data_free(path, codec):
     assert "uncalibrated" in loaded.provenance["data"]
     first = loaded.layers[0]
     assert torch.allclose(first.r_k[:, :, 0], torch.full((4, 16), 0.25))
-    assert (first.factor is None) == (not CODECS[codec].k_feedback)
+    present = {name for name, tensor in first._asdict().items() if tensor is not None}
+    assert present == set(CODECS[codec].tensors(16))
 
 
 # ---- fingerprint

@@ -20,6 +20,7 @@ from oscar_sglang.calibration.attention import replaced_attention
 from oscar_sglang.calibration.collect import check_supported, collect, load_model
 from oscar_sglang.calibration.data import load_tokens
 from oscar_sglang.calibration.fit import feedback_factor, fit_layer
+from oscar_sglang.calibration.fit_options import feedback_metric
 from oscar_sglang.calibration.hadamard import (
     bit_reversal,
     eigenbasis,
@@ -202,7 +203,7 @@ def test_oscar_is_ascending_eigenvectors_hadamard_reversed(moments):
 def test_feedback_factor_definition():
     x = torch.randn(1, 100, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     m, eye = x.mT @ x, torch.eye(16, dtype=torch.float64)
-    f = feedback_factor(eye[None], m, damping=0.05)
+    f = feedback_factor(feedback_metric(eye[None], m, damping=0.05))
     g = m + 0.05 * m.diagonal(dim1=-2, dim2=-1).sum() / 16 * eye
     unit = f + eye  # U = diag(U) unit, so that G^-1 = unit^T diag(U)^2 unit
     diagonal = torch.linalg.inv(unit.mT) @ torch.linalg.inv(g) @ torch.linalg.inv(unit)

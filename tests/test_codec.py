@@ -5,6 +5,7 @@ import vectors
 
 from oscar_sglang.kernels import codec
 from oscar_sglang.kernels.codec import CODECS, LayerParams, RangeRule
+from oscar_sglang.kernels.codec_lloyd import LEVEL_VALUES
 
 SHRINK = RangeRule("shrink", 0.75)
 
@@ -17,7 +18,18 @@ def random_params(d, heads=2, seed=0):
     g = torch.Generator().manual_seed(seed)
     q = [torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64))[0] for _ in "kv"]
     factor = (torch.randn(heads, d, d, generator=g) * 0.02).triu(1)
-    return LayerParams(*(r.float().expand(heads, d, d).contiguous() for r in q), factor)
+    metric = torch.randn(heads, d, d, generator=g)
+    metric = metric @ metric.mT / d + torch.eye(d)
+    grid = torch.tensor([[-8.0, -6.0, 12 / 255]] * 2).repeat(heads, 1, 1)
+    return LayerParams(
+        *(r.float().expand(heads, d, d).contiguous() for r in q), factor, metric, grid
+    )
+
+
+def used(params, spec):
+    """``params`` with the tensors that ``spec`` names and no other."""
+    names = spec.tensors(params.r_k.shape[-1])
+    return LayerParams(**{n: getattr(params, n) for n in names})
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -59,7 +71,8 @@ def test_pack_round_trip_and_channel_order(d):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_rows_codes_do_not_depend_on_its_batch(name):
-    params, spec = random_params(64), CODECS[name]
+    spec = CODECS[name]
+    params = used(random_params(64), spec)
     x = torch.randn(97, 2, 64) + torch.randn(64)
     whole = codec.encode_k(spec, params, codec.rotate(x, params.r_k))
     for part in (x[:1], x[40:57], x[96:]):
@@ -69,18 +82,49 @@ def test_a_rows_codes_do_not_depend_on_its_batch(name):
         assert torch.equal(rows.meta, whole.meta[start : start + len(part)])
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_decode_encode_is_idempotent(name):
+def test_decode_encode_is_idempotent():
     """Re-encoding decoded rows with the same metadata finds the same codes."""
-    params, spec = random_params(64), CODECS[name]
     y = torch.randn(50, 2, 64)
-    meta = codec.value_range(y, spec.k_range)
+    meta = codec.value_range(y, SHRINK)
     codes = codec.round_codes(y, meta)
     again = codec.round_codes(codec.decode(codes, meta), meta)
     assert torch.equal(codes, again)
-    if spec.k_feedback:  # an exactly representable row has no error to feed back
-        fed = codec.feedback_codes(codec.decode(codes, meta), meta, params.factor)
-        assert torch.equal(codes, fed)
+    # An exactly representable row has no error to feed back.
+    fed = codec.feedback_codes(codec.decode(codes, meta), meta, random_params(64).factor)
+    assert torch.equal(codes, fed)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_rows_hold_what_the_layout_says(name):
+    """Bytes of an encoded row; values are at most half a step (or level gap) off, V's rounded."""
+    spec = CODECS[name]
+    params, y = used(random_params(64), spec), torch.randn(200, 2, 64)
+    layout = spec.layout(2, 64)
+    rows = codec.encode_k(spec, params, y), codec.encode_v(spec, params, y)
+    assert sum(t[0].numel() * t.element_size() for r in rows for t in r) == layout.bytes_per_slot
+    assert [r.meta.shape[-1] for r in rows] == [layout.k_meta, layout.v_meta]
+    hat = codec.decode_v(spec, params, rows[1])
+    scale = rows[1].meta.float()
+    if spec.meta == "scale":
+        gap = (LEVEL_VALUES[3] - LEVEL_VALUES[2]) * scale
+    else:
+        step = codec.value_range(y, spec.v_range).float()[..., :1]
+        gap = step * (2 ** (1 / 32) if spec.meta == "compact" else 1)
+    inside = (y >= hat.amin(-1, keepdim=True)) & (y <= hat.amax(-1, keepdim=True))
+    assert bool(((hat - y).abs() <= 0.5001 * gap)[inside].all()) and inside.float().mean() > 0.6
+
+
+@pytest.mark.parametrize("name", [n for n, c in CODECS.items() if c.meta == "compact"])
+def test_compact_differs_from_its_parent_by_metadata_only(name):
+    """With a grid so fine that it hardly rounds, codes are those of 16-bit metadata."""
+    spec, parent = CODECS[name], CODECS[name.removesuffix("compact").rstrip("-") or "feedback"]
+    assert spec.search == parent.search and spec.k_range == parent.k_range
+    params, y = random_params(64), torch.randn(100, 2, 64)
+    y = y / codec.value_range(y, spec.v_range)[..., :1].float()  # steps 1, at the grid's 2^0
+    rows = codec.encode_v(spec, params, y)
+    want = codec.encode_v(parent, used(params, parent), y)
+    assert bool((rows.meta[..., 0] == 128).all())
+    assert (codec.unpack(rows.packed) == codec.unpack(want.packed)).float().mean() > 0.98
 
 
 HOSTILE = {
@@ -97,13 +141,13 @@ HOSTILE = {
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("row", HOSTILE)
 def test_hostile_rows_stay_finite(name, row):
-    params, spec = random_params(64, heads=1), CODECS[name]
+    spec = CODECS[name]
+    params = used(random_params(64, heads=1), spec)
     x = HOSTILE[row].view(1, 1, 64)
-    for rows in (
-        codec.encode_k(spec, params, codec.rotate(x, params.r_k)),
-        codec.encode_v(spec, codec.rotate(x, params.r_v)),
-    ):
-        assert torch.isfinite(rows.meta).all() and torch.isfinite(codec.decode_rows(rows)).all()
+    k = codec.encode_k(spec, params, codec.rotate(x, params.r_k))
+    v = codec.encode_v(spec, params, codec.rotate(x, params.r_v))
+    assert torch.isfinite(codec.decode_k(spec, params, k)).all()
+    assert torch.isfinite(codec.decode_v(spec, params, v)).all()
 
 
 @pytest.mark.parametrize("rule", [SHRINK, RangeRule("shrink", 1.0), RangeRule("rank", 0.96)])

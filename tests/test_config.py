@@ -40,7 +40,7 @@ def test_every_field_has_a_flag():
         ({"oscar_recent_tokens": -1}, "--oscar-recent-tokens"),
         ({"oscar_recent_tokens": 1.5}, "whole number"),
         ({"oscar_sink_cache_tokens": 0}, "--oscar-sink-cache-tokens"),
-        ({"oscar_codec": "zip"}, "feedback, aligned, oscar"),
+        ({"oscar_codec": "zip"}, "feedback, accurate, compact"),
         ({"oscar_codek": "oscar"}, "unknown option.*oscar_codek"),
     ],
 )

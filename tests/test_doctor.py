@@ -10,7 +10,7 @@ import pytest
 from tiny_models import edit_config, llama
 
 from oscar_sglang import artifact as art
-from oscar_sglang import doctor, hooks
+from oscar_sglang import doctor, hooks, selftest
 from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
 
@@ -31,8 +31,33 @@ def test_a_good_machine_and_model(model, tmp_path, capsys):
     art.data_free(art.Fingerprint.of(model), "feedback").save(file)
     assert main(["doctor", "--model", str(model), "--artifact", str(file)]) == 0
     printed = capsys.readouterr().out
-    for part in ("sglang", "hook ServerArgs.__init__", "fits the model", "ready for int2"):
+    for part in (
+        "sglang",
+        "hook ServerArgs.__init__",
+        "kernels",
+        "fits the model",
+        "ready for int2",
+    ):
         assert part in printed
+
+
+def test_kernels_that_disagree_or_do_not_compile(monkeypatch, capsys):
+    def compare(device, triton_only):
+        if triton_only:
+            raise RuntimeError("no such architecture\nat line 7")
+        return selftest.Agreement(0.5, 0.0, 0.0)
+
+    monkeypatch.setattr(selftest, "compare", compare)
+    cuda, triton = doctor.kernels(("CUDA", "Triton"))
+    assert cuda.status == triton.status == doctor.FAIL
+    assert "50.00% of rows" in cuda.detail and "at least 97%" in cuda.detail
+    assert triton.detail.endswith("RuntimeError: no such architecture")
+    monkeypatch.setattr(doctor, "device", lambda: iter([cuda]))
+    assert main(["doctor"]) == 1
+    assert "CUDA kernels" in capsys.readouterr().out
+    good = selftest.Agreement(0.999, 1e-3, 1e-3)
+    monkeypatch.setattr(selftest, "compare", lambda *_args, **_kwargs: good)
+    assert [c.status for c in doctor.kernels(("CUDA",))] == [doctor.OK]
 
 
 def test_every_hook_has_a_signature():

@@ -91,8 +91,8 @@ def decoded(seg, seq):
     """The sequence's K and V as a 2-bit reader sees them, in the model's basis."""
     p = seg.params[0]
     k_rot, v_rot = codec.rotate(seq.k, p.r_k), codec.rotate(seq.v, p.r_v)
-    k = codec.decode_rows(codec.encode_k(seg.spec, p, k_rot))
-    v = codec.decode_rows(codec.encode_v(seg.spec, v_rot))
+    k = codec.decode_k(seg.spec, p, codec.encode_k(seg.spec, p, k_rot))
+    v = codec.decode_v(seg.spec, p, codec.encode_v(seg.spec, p, v_rot))
     return codec.rotate(k, p.r_k.mT), codec.rotate(v, p.r_v.mT)
 
 

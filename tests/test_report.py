@@ -74,10 +74,10 @@ def test_verdict_grades(evaluation, kl, words):
 def test_verdict_names_layers_options_and_rivals(evaluation):
     feedback = evaluation["results"][1]
     feedback["layer_error"] = [0.01, 0.01, 0.09, 0.01, 0.05]
-    evaluation["results"] += [row("feedback-accurate", 0.008), row("lloyd", 0.005, 2.25)]
+    evaluation["results"] += [row("accurate", 0.008), row("lloyd", 0.005, 2.25)]
     text = " ".join(verdict(evaluation))
     assert "Layers 2 (9.0%), 4 (5.0%) suffer most" in text
-    assert "Try feedback-accurate: KL 0.0080" in text
+    assert "Try accurate: KL 0.0080" in text
     assert "lloyd does better on this model" in text
 
 

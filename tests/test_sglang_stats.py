@@ -37,7 +37,7 @@ for a, b in zip(inside, outside, strict=True):
     p, r = (fit_layer(m, "feedback").params for m in (a, b))
     for code, held, m, n in (
         (lambda q, y: encode_k(spec, q, y), b.held_k, p.r_k, r.r_k),
-        (lambda q, y: encode_v(spec, y), b.held_v, p.r_v, r.r_v),
+        (lambda q, y: encode_v(spec, q, y), b.held_v, p.r_v, r.r_v),
     ):
         one, two = code(p, rotate(held, m)).packed, code(r, rotate(held, n)).packed
         differ += int((one != two).sum())

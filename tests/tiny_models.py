@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 256
 _COMMON = dict(
@@ -22,16 +22,43 @@ _COMMON = dict(
 )
 
 
+_MOE = dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
+# What sets an architecture apart for a KV cache, at the smallest size.
+FAMILIES = {
+    "llama-64": dict(model_type="llama", head_dim=64),
+    "llama-256": dict(model_type="llama", head_dim=256),
+    "qwen2": dict(model_type="qwen2"),  # biased K, head_dim 128 / 4
+    "qwen3": dict(model_type="qwen3", head_dim=128),  # QK-norm
+    "qwen3-moe": dict(model_type="qwen3_moe", head_dim=64, num_experts=4, **_MOE),
+    "glm4-moe": dict(  # biased K, QK-norm, RoPE on half of the channels, a dense first layer
+        model_type="glm4_moe",
+        head_dim=64,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        **_MOE,
+    ),
+}
+
+
+def family(name: str, folder: Path) -> Path:
+    """One of ``FAMILIES``: random weights, biases included."""
+    torch.manual_seed(0)
+    config = FAMILIES[name]
+    config = AutoConfig.for_model(**{**_COMMON, **config})
+    return _write(AutoModelForCausalLM.from_config(config), folder)
+
+
 def llama(folder: Path) -> Path:
     """Llama: GQA, head_dim 64."""
-    torch.manual_seed(0)
-    return _write(LlamaForCausalLM(LlamaConfig(head_dim=64, **_COMMON)), folder)
+    return family("llama-64", folder)
 
 
 def qwen3(folder: Path) -> Path:
     """Qwen3: QK-norm, head_dim 128."""
-    torch.manual_seed(0)
-    return _write(Qwen3ForCausalLM(Qwen3Config(head_dim=128, **_COMMON)), folder)
+    return family("qwen3", folder)
 
 
 def random_ids(*lengths: int) -> list[torch.Tensor]:
@@ -52,5 +79,7 @@ def _write(model, folder: Path) -> Path:
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 p.mul_(8)  # attention that is not uniform
+            elif name.endswith(".bias"):
+                p.normal_(std=0.5)  # they start as zeros
     model.save_pretrained(folder)
     return folder

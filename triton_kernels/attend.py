@@ -34,7 +34,7 @@ from .plan import (
     plan_size,
     request_chunks,
 )
-from .tile import half_offsets, load_meta, meta_offset, unpack_codes
+from .tile import load_row
 from .views import LayerView
 
 _COLUMNS = 16  # of a program
@@ -81,32 +81,31 @@ def _window_chunk(
 
 @triton.jit
 def _history_tile(
-    state_m, state_den, acc, q16, q_unit, q_sum, blocks, slot, pos, lo_pos, end, head, cap_log2,
-    CAP: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+    state_m, state_den, acc, q16, q_unit, q_sum, blocks, grid, slot, pos, lo_pos, end, head,
+    cap_log2,
+    CAP: tl.constexpr, FORM: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """TN packed rows. Codes enter the products as they are; step and lo are applied to logits and
     probabilities. q16 [C, D] FP16 in [-1, 1], q_unit [C] its scale, q_sum [C] its row sum."""
     ok = (pos >= lo_pos) & (pos < end)
-    step, lo = load_meta(blocks, meta_offset(slot, head, 0, Hk, D), ok)
-    halves = tl.load(blocks + half_offsets(slot, head, 0, Hk, D), ok[:, None], 0)
-    codes = unpack_codes(halves, TN, D).to(tl.float16)
-    logits = tl.dot(q16, tl.trans(codes)) * step[None, :] + q_sum[:, None] * lo[None, :]
+    codes, step, lo = load_row(blocks, grid, slot, ok, head, 0, FORM, TN, Hk, D)
+    products = tl.dot(q16, tl.trans(codes.to(tl.float16)))
+    logits = products * step[None, :] + q_sum[:, None] * lo[None, :]
     logits = _capped(logits * q_unit[:, None], cap_log2, CAP)
     state_m, state_den, acc, p = _online(state_m, state_den, acc, logits, ok[None, :])
-    step, lo = load_meta(blocks, meta_offset(slot, head, 1, Hk, D), ok)
-    halves = tl.load(blocks + half_offsets(slot, head, 1, Hk, D), ok[:, None], 0)
-    codes = unpack_codes(halves, TN, D).to(tl.float16)
+    codes, step, lo = load_row(blocks, grid, slot, ok, head, 1, FORM, TN, Hk, D)
     unit = tl.maximum(tl.max(step, 0), 1.0e-30)  # keeps p * step inside FP16
     weights = (p * (step / unit)[None, :]).to(tl.float16)
-    acc += tl.dot(weights, codes) * unit + tl.sum(p * lo[None, :], 1)[:, None]
+    acc += tl.dot(weights, codes.to(tl.float16)) * unit + tl.sum(p * lo[None, :], 1)[:, None]
     return state_m, state_den, acc
 
 
 @triton.jit
 def _attend_kernel(
-    o, ml, plan, q, blocks, sink_k, sink_v, ring_k, ring_v, req_to_token, stride_req,
+    o, ml, plan, q, blocks, grid, sink_k, sink_v, ring_k, ring_v, req_to_token, stride_req,
     n_sink, n_recent, scale, cap_log2, columns,
-    CAP: tl.constexpr, C: tl.constexpr, Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    CAP: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr,
+    Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -166,8 +165,8 @@ def _attend_kernel(
                 at = row * stride_req + pos
                 slot = tl.load(req_to_token + at, inside, 0).to(tl.int64)
                 m, den, acc = _history_tile(
-                    m, den, acc, q16, q_max * scale, q_sum, blocks, slot, pos, n_sink, hist_end,
-                    head, cap_log2, CAP, TILE_TOKENS, Hk, D,
+                    m, den, acc, q16, q_max * scale, q_sum, blocks, grid, slot, pos, n_sink,
+                    hist_end, head, cap_log2, CAP, FORM, TILE_TOKENS, Hk, D,
                 )  # fmt: skip
             part = (((split + b).to(tl.int64) * Hk) + head) * columns + col
             tl.store(o + part[:, None] * D + cols[None, :], acc, have[:, None])
@@ -232,9 +231,9 @@ def attend(
     log2e = math.log2(math.e)
     grid = (part.splits, kv_heads, triton.cdiv(part.columns, _COLUMNS))
     _attend_kernel[grid](
-        part.o, part.ml, part.plan, q_rot, view.blocks.view(torch.uint16),
+        part.o, part.ml, part.plan, q_rot, view.blocks.view(torch.uint16), view.grid,
         view.sink_k, view.sink_v, view.ring_k, view.ring_v,
         req_to_token, req_to_token.stride(0), view.windows.n_sink, view.windows.n_recent,
         scale * log2e, logit_cap * log2e, part.columns,
-        logit_cap > 0, _COLUMNS, kv_heads, group, dim, num_warps=4,
+        logit_cap > 0, view.form, _COLUMNS, kv_heads, group, dim, num_warps=4,
     )  # fmt: skip

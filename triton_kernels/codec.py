@@ -1,17 +1,16 @@
-"""The 2-bit codecs in plain PyTorch, any device: the specification of every kernel.
+"""The served codecs in plain PyTorch, any device: the specification of every kernel.
 
-A codec turns a K or V row into codes in {0, 1, 2, 3} and two 16-bit numbers ``step`` and ``lo``,
-so that ``row @ R ~= codes * step + lo``. Here:
+A codec turns a rotated K or V row (``row @ R``) into D codes of 2 bits and a few bytes of metadata,
+and back. It is described by what it states about
 
-    y = x @ R                                   (rotate; float64 inside, so that a row's codes do
-                                                 not depend on which batch it came in)
-    range of y -> step, lo                      (rounded to FP16 *before* codes are chosen)
-    codes = clip(rint((y - lo) / step), 0, 3)   or, for K with error feedback (GPTQ, arXiv
-                                                 2210.17323, with the factor of calibration.fit):
-    for j in 0..D-1:  code_j as above from w_j;  w[j+1:] -= (w_j - decoded_j) * F[j, j+1:]
+    ranges    how a row's step and lo are chosen (``RangeRule``)
+    search    how K's codes are: ``round`` each channel by itself, ``feedback`` (errors spread over
+              the channels still to come), ``accurate`` (``codec_accurate``); V's are rounded
+    meta      what is stored beside the codes: ``affine`` step and lo in FP16, ``compact`` a byte
+              each (``codec_compact``), ``scale`` one FP16 and fixed levels (``codec_lloyd``)
 
-Range rules: ``shrink`` centres [min, max] and multiplies its half width by ``ratio``; ``rank``
-clips |y| at its element of rank ``int(ratio * D)`` first (OSCAR, arXiv 2605.17757).
+and nothing else: tensors of the artifact, bytes of a slot, the CPU server, the evaluator and the
+kernels follow from it.
 """
 
 from __future__ import annotations
@@ -21,179 +20,189 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import BITS
+from . import codec_accurate, codec_compact, codec_lloyd
+from .codec_affine import (
+    LEVELS,
+    RangeRule,
+    Rows,
+    decode,
+    feedback_codes,
+    pack,
+    rotate,
+    round_codes,
+    to_half,
+    unpack,
+    value_range,
+)
+from .layout import HistoryLayout
 
-LEVELS = 2**BITS - 1
-_FP16_MAX = 65504.0
+__all__ = [
+    "CODECS", "LEVELS", "CodecSpec", "LayerParams", "RangeRule", "Rows", "decode", "decode_k",
+    "decode_v", "encode_k", "encode_v", "feedback_codes", "pack", "rotate", "round_codes",
+    "unpack", "value_range",
+]  # fmt: skip
 
-
-@dataclass(frozen=True)
-class RangeRule:
-    """How a rotated row's representable interval is chosen; ``kind`` is shrink or rank."""
-
-    kind: str
-    ratio: float
+# Metadata of a K row, of a V row (numbers), and the bytes of one number.
+_META_LAYOUT = {"affine": (2, 2, 2), "compact": (2, 2, 1), "scale": (1, 1, 2)}
 
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """A served codec: basis names are resolved by ``calibration.fit``."""
+    """A served codec (see the module docstring); which basis it rotates into is calibration's."""
 
     name: str
+    summary: str
     k_range: RangeRule
     v_range: RangeRule
-    k_feedback: bool
-    summary: str
+    search: str = "round"
+    meta: str = "affine"
 
     @property
-    def params(self) -> int:
-        """Matrices [Hk, D, D] a layer keeps: R_K, R_V and the feedback factor."""
-        return 3 if self.k_feedback else 2
+    def k_feedback(self) -> bool:
+        """Whether K's codes need the feedback factor."""
+        return self.search != "round"
+
+    def layout(self, kv_heads: int, head_dim: int) -> HistoryLayout:
+        return HistoryLayout(kv_heads, head_dim, *_META_LAYOUT[self.meta])
+
+    def tensors(self, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Shape per KV head of each float32 tensor a layer keeps, by field of ``LayerParams``."""
+        square = (head_dim, head_dim)
+        shapes = {"r_k": square, "r_v": square}
+        if self.k_feedback:
+            shapes["factor"] = square
+        if self.search == "accurate":
+            shapes["metric"] = square
+        if self.meta == "compact":
+            shapes["grid"] = codec_compact.GRID_SHAPE
+        return shapes
 
 
+_SHRINK = RangeRule("shrink", 0.80), RangeRule("shrink", 0.75)
+_RMS = RangeRule("rms", 1.0), RangeRule("rms", 1.0)
 CODECS = {
     c.name: c
     for c in (
         CodecSpec(
             "feedback",
-            RangeRule("shrink", 0.80),
-            RangeRule("shrink", 0.75),
-            True,
             "best of several bases per head, K codes chosen by error feedback in the query metric",
+            *_SHRINK,
+            search="feedback",
+        ),
+        CodecSpec(
+            "accurate", "feedback with more search per written key", *_SHRINK, search="accurate"
+        ),
+        CodecSpec(
+            "compact",
+            "feedback with 8-bit step and zero",
+            *_SHRINK,
+            search="feedback",
+            meta="compact",
+        ),
+        CodecSpec(
+            "accurate-compact",
+            "feedback with more search per written key, 8-bit step and zero",
+            *_SHRINK,
+            search="accurate",
+            meta="compact",
         ),
         CodecSpec(
             "aligned",
-            RangeRule("shrink", 0.75),
-            RangeRule("shrink", 0.75),
-            False,
             "K mean aligned with the all-ones direction, plain rounding",
+            RangeRule("shrink", 0.75),
+            RangeRule("shrink", 0.75),
         ),
         CodecSpec(
             "oscar",
+            "OSCAR as published: attention-aware rotations, quantile clipping",
             RangeRule("rank", 0.96),
             RangeRule("rank", 0.92),
-            False,
-            "OSCAR as published: attention-aware rotations, quantile clipping",
         ),
+        CodecSpec("lloyd", "OSCAR's rotations, Lloyd-Max codebook, no zero", *_RMS, meta="scale"),
     )
 }
 
 
 class LayerParams(NamedTuple):
-    """Device tensors of one layer's codec.
+    """Device tensors of one layer's codec; None where ``CodecSpec.tensors`` does not name it.
 
     r_k, r_v  [Hk, D, D] float32  orthogonal, applied on the right of row vectors
     factor    [Hk, D, D] float32  strictly upper triangular, row j = U[j, j+1:] / U[j, j] for
-                                  G^-1 = U^T U (None without feedback)
+                                  G^-1 = U^T U
+    metric    [Hk, D, D] float32  G, the query metric in the rotated basis, symmetric
+    grid      [Hk, 2, 3] float32  metadata grid of K and of V (``codec_compact``)
     """
 
     r_k: torch.Tensor
     r_v: torch.Tensor
-    factor: torch.Tensor | None
+    factor: torch.Tensor | None = None
+    metric: torch.Tensor | None = None
+    grid: torch.Tensor | None = None
 
-
-class Rows(NamedTuple):
-    """Encoded K or V rows: packed [..., D/4] uint8, meta [..., 2] float16 (step, lo)."""
-
-    packed: torch.Tensor
-    meta: torch.Tensor
-
-
-def rotate(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """``x @ r`` per KV head: x [T, n, D] with n a multiple of Hk, r [Hk, D, D] -> [T, n, D] f32."""
-    t, n, d = x.shape
-    grouped = x.double().view(t, r.shape[0], -1, d)
-    return torch.einsum("tkgd,kde->tkge", grouped, r.double()).reshape(t, n, d).float()
-
-
-def rotate_fast(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """``rotate`` in float32, for rows that are not quantised afterwards."""
-    t, n, d = x.shape
-    grouped = x.float().reshape(t, r.shape[0], -1, d)
-    return torch.einsum("tkgd,kde->tkge", grouped, r).reshape(t, n, d)
-
-
-def value_range(y: torch.Tensor, rule: RangeRule) -> torch.Tensor:
-    """Range of each row: y [..., D] float32 -> meta [..., 2] float16 (step, lo)."""
-    if rule.kind == "shrink":
-        low, high = y.aminmax(dim=-1)
-        half = (high - low) * (0.5 * rule.ratio)
-        mid = low + (high - low) * 0.5
-        low, high = mid - half, mid + half
-    elif rule.kind == "rank":
-        tau = y.abs().kthvalue(int(rule.ratio * y.shape[-1]) + 1, dim=-1, keepdim=True).values
-        low, high = y.clamp(-tau, tau).aminmax(dim=-1)
-    else:
-        raise ValueError(f"unknown range rule {rule.kind!r}")
-    step_lo = torch.stack([(high - low) / LEVELS, low], dim=-1)
-    return step_lo.clamp(-_FP16_MAX, _FP16_MAX).half()
-
-
-def _round(w: torch.Tensor, inv_step: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-    return ((w - lo) * inv_step).round().clamp(0, LEVELS)
-
-
-def _affine(meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    step, lo = meta.float().unbind(-1)
-    inv = torch.where(step > 0, 1 / step, torch.zeros_like(step))
-    return step, lo, inv
-
-
-def round_codes(y: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """Nearest codes: y [..., D] f32, meta [..., 2] f16 -> uint8 [..., D]."""
-    _, lo, inv = _affine(meta)
-    return _round(y, inv[..., None], lo[..., None]).to(torch.uint8)
-
-
-def feedback_codes(y: torch.Tensor, meta: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Codes by error feedback along D: y [T, Hk, D] f32, factor [Hk, D, D] -> uint8 [T, Hk, D]."""
-    step, lo, inv = _affine(meta)
-    w = y.clone()
-    codes = torch.empty_like(y, dtype=torch.uint8)
-    for j in range(y.shape[-1]):
-        code = _round(w[..., j], inv, lo)
-        codes[..., j] = code.to(torch.uint8)
-        error = w[..., j] - (code * step + lo)
-        w[..., j + 1 :] -= error[..., None] * factor[:, j, j + 1 :]
-    return codes
-
-
-def decode(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """codes [..., D], meta [..., 2] -> float32 [..., D], still rotated."""
-    step, lo = meta.float().unbind(-1)
-    return codes.float().mul_(step[..., None]).add_(lo[..., None])
-
-
-def _plane_shifts(device) -> torch.Tensor:
-    return torch.arange(0, 16, BITS, device=device, dtype=torch.int32).view(8, 1)
-
-
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., D] in 0..3 -> uint8 [..., D/4], order as in ``layout``."""
-    planes = codes.unflatten(-1, (8, -1)).to(torch.int32)  # [..., 8, D/8]
-    halves = (planes << _plane_shifts(codes.device)).sum(-2, dtype=torch.int32)
-    return halves.to(torch.int16).view(torch.uint8)
-
-
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., D/4] -> codes int16 [..., D]."""
-    halves = packed.view(torch.int16).unsqueeze(-2)  # [..., 1, D/8]
-    return ((halves >> _plane_shifts(packed.device).to(torch.int16)) & LEVELS).flatten(-2)
+    def to(self, device) -> LayerParams:
+        return LayerParams(*(None if t is None else t.to(device) for t in self))
 
 
 def encode_k(spec: CodecSpec, params: LayerParams, k_rot: torch.Tensor) -> Rows:
     """Encode rotated keys [T, Hk, D] float32."""
-    meta = value_range(k_rot, spec.k_range)
-    if spec.k_feedback:
-        return Rows(pack(feedback_codes(k_rot, meta, params.factor)), meta)
-    return Rows(pack(round_codes(k_rot, meta)), meta)
+    if spec.meta == "scale":
+        return codec_lloyd.encode(k_rot)
+    grid = _grid(params, 0)
+    if spec.search == "accurate":
+
+        def storable(meta: torch.Tensor) -> torch.Tensor:
+            return _storable(meta, grid)
+
+        codes, meta = codec_accurate.encode(k_rot, params.factor, params.metric, storable)
+    else:
+        meta = _storable(value_range(k_rot, spec.k_range), grid)
+        if spec.search == "feedback":
+            codes = feedback_codes(k_rot, meta, params.factor)
+        else:
+            codes = round_codes(k_rot, meta)
+    return Rows(pack(codes), _stored(meta, grid))
 
 
-def encode_v(spec: CodecSpec, v_rot: torch.Tensor) -> Rows:
+def encode_v(spec: CodecSpec, params: LayerParams, v_rot: torch.Tensor) -> Rows:
     """Encode rotated values [T, Hk, D] float32."""
-    meta = value_range(v_rot, spec.v_range)
-    return Rows(pack(round_codes(v_rot, meta)), meta)
+    if spec.meta == "scale":
+        return codec_lloyd.encode(v_rot)
+    grid = _grid(params, 1)
+    meta = _storable(value_range(v_rot, spec.v_range), grid)
+    return Rows(pack(round_codes(v_rot, meta)), _stored(meta, grid))
 
 
-def decode_rows(rows: Rows) -> torch.Tensor:
-    return decode(unpack(rows.packed), rows.meta)
+def decode_k(spec: CodecSpec, params: LayerParams, rows: Rows) -> torch.Tensor:
+    """Keys [T, Hk, D] float32, still rotated."""
+    return _decode(spec, params, rows, 0)
+
+
+def decode_v(spec: CodecSpec, params: LayerParams, rows: Rows) -> torch.Tensor:
+    """Values [T, Hk, D] float32, still rotated."""
+    return _decode(spec, params, rows, 1)
+
+
+def _decode(spec: CodecSpec, params: LayerParams, rows: Rows, side: int) -> torch.Tensor:
+    if spec.meta == "scale":
+        return codec_lloyd.decode(rows)
+    meta = rows.meta
+    if spec.meta == "compact":
+        meta = codec_compact.decode_meta(meta, _grid(params, side))
+    return decode(unpack(rows.packed), meta)
+
+
+def _grid(params: LayerParams, side: int) -> torch.Tensor | None:
+    """[Hk, 3] of K (side 0) or V (1); None without compact metadata."""
+    return None if params.grid is None else params.grid[:, side]
+
+
+def _storable(meta: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
+    """(step, lo) [T, Hk, 2] rounded to what can be stored, float32."""
+    if grid is None:
+        return to_half(meta).float()
+    return codec_compact.decode_meta(codec_compact.encode_meta(meta, grid), grid)
+
+
+def _stored(meta: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
+    """Storable (step, lo) as the bytes a slot holds."""
+    return meta.half() if grid is None else codec_compact.encode_meta(meta, grid)

@@ -1,4 +1,4 @@
-"""Option ``accurate`` of codec ``feedback``: more work per written key, the same bytes.
+"""Search ``accurate``: more work per written key than ``feedback``, the same bytes.
 
 For each ratio of ``RATIOS`` the key's codes are chosen by error feedback and improved by one sweep
 of coordinate descent on ``e G e^T`` (G: the feedback metric in the rotated basis, e = y - decoded):
@@ -7,7 +7,7 @@ of coordinate descent on ``e G e^T`` (G: the feedback metric in the rotated basi
 
 The ratio with the smaller ``e G e^T`` is kept. Last, the row's decoded values are scaled about its
 centre c by ``sqrt((y-c) G (y-c)^T / (d-c) G (d-c)^T)``, so that logits do not shrink; only the
-metadata changes.
+metadata changes. Products with G run in float64, so that codes do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import torch
 
-from .codec import LEVELS, RangeRule, decode, feedback_codes, value_range
+from .codec_affine import LEVELS, RangeRule, decode, feedback_codes, value_range
 
 RATIOS = (0.75, 0.85)
-_MAX_GAIN = 1.25
+MAX_GAIN = 1.25
 
 RoundMeta = Callable[[torch.Tensor], torch.Tensor]  # (step, lo) [T, Hk, 2] as it can be stored
 
@@ -51,7 +51,7 @@ def sweep(
 ) -> torch.Tensor:
     """One pass of coordinate descent over the channels; shapes as in ``encode``."""
     step = meta[..., 0].float()
-    gradient = torch.einsum("thd,hde->the", y - decode(codes, meta), metric)
+    gradient = _times(y - decode(codes, meta), metric).float()
     codes = codes.float()
     for j in range(y.shape[-1]):
         curvature = metric[:, j, j] * step
@@ -71,12 +71,17 @@ def match_energy(
     centre = low + (high - low) * 0.5
     true = metric_energy(y - centre, metric)
     found = metric_energy(decode(codes, meta) - centre, metric)
-    gain = torch.where(found > 0, (true / found).sqrt(), 1.0).clamp(1 / _MAX_GAIN, _MAX_GAIN)
+    gain = torch.where(found > 0, (true / found).sqrt(), 1.0).nan_to_num(1.0)  # inf / inf
+    gain = gain.clamp(1 / MAX_GAIN, MAX_GAIN)
     step, lo = meta.float().unbind(-1)
     centre = centre[..., 0]
     return torch.stack([step * gain, centre + (lo - centre) * gain], -1)
 
 
 def metric_energy(x: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-    """x G x^T per row: x [T, Hk, D], metric [Hk, D, D] -> [T, Hk]."""
-    return (torch.einsum("thd,hde->the", x, metric) * x).sum(-1)
+    """x G x^T per row: x [T, Hk, D], metric [Hk, D, D] -> [T, Hk] float32."""
+    return (_times(x, metric) * x).sum(-1).float()
+
+
+def _times(x: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("thd,hde->the", x.double(), metric.double())

@@ -1,28 +1,29 @@
 """Codec ``lloyd``: OSCAR's rotations, the Lloyd-Max codebook of a unit Gaussian, one scale a row.
 
     y = x @ R      scale = |y| / sqrt(D), FP16      codes = nearest level of y / scale
-    decoded = LEVELS[codes] * scale
+    decoded = LEVEL_VALUES[codes] * scale
 
 A row costs 2 D bits and one 16-bit number; there is no zero-point. The levels are those of
-Max (1960), table I, four output levels; thresholds are the midpoints.
+Max (1960), table I, four output levels (0.4528, 1.510), as the nearest FP16 numbers, which tensor
+cores take as they are; thresholds are the midpoints.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .codec import Rows, pack, unpack
+from .codec_affine import RangeRule, Rows, pack, unpack, value_range
 
-LEVEL_VALUES = (-1.5104, -0.4528, 0.4528, 1.5104)
-_FP16_MAX = 65504.0
+INNER, OUTER = 1855 / 4096, 1547 / 1024
+LEVEL_VALUES = (-OUTER, -INNER, INNER, OUTER)
+THRESHOLD = (INNER + OUTER) / 2
 
 
 def encode(y: torch.Tensor) -> Rows:
     """Rotated rows [..., D] float32 -> packed codes and meta [..., 1] float16 (scale)."""
-    scale = y.square().mean(-1, keepdim=True).sqrt().clamp_max(_FP16_MAX).half()
+    scale = value_range(y, RangeRule("rms", 1.0))
     unit = torch.where(scale > 0, y / scale.float(), 0.0)
-    levels = torch.tensor(LEVEL_VALUES, device=y.device)
-    codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2)
+    codes = torch.bucketize(unit, torch.tensor([-THRESHOLD, 0, THRESHOLD], device=y.device))
     return Rows(pack(codes.to(torch.uint8)), scale)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codec import LEVELS, RangeRule, Rows, pack, round_codes, unpack, value_range
+from .codec_affine import LEVELS, RangeRule, Rows, decode, pack, round_codes, unpack, value_range
 
 BLOCK = 128
 V_RANGE = RangeRule("shrink", 1.0)
@@ -55,3 +55,8 @@ def encode_v(y: torch.Tensor) -> Rows:
     """Rotated values [..., D] float32."""
     meta = value_range(y, V_RANGE)
     return Rows(pack(round_codes(y, meta)), meta)
+
+
+def decode_v(rows: Rows) -> torch.Tensor:
+    """float32 [..., D], still rotated."""
+    return decode(unpack(rows.packed), rows.meta)

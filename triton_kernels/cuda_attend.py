@@ -19,11 +19,11 @@ import torch
 
 from . import nvrtc, plan
 from .attend import Partials
+from .cuda_args import HEAD_DIMS, CodeArgs, Fresh, code_defines, pointer, shape_defines
 from .driver import Kernel, module, overlaps
-from .layout import BLOCK
+from .layout import BLOCK, HistoryLayout
 from .views import LayerView
 
-HEAD_DIMS = (64, 128)
 _COLUMNS = 8  # of a warp
 _CTA_FROM_BATCH = 4
 
@@ -42,8 +42,12 @@ class _Args(ctypes.Structure):
 
 class _MergeArgs(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "o", "ml", "plan", "r_v")),
-        *((name, ctypes.c_int) for name in ("columns", "max_q", "tokens")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("out", "lse", "o", "ml", "plan", "r_v", "kv_rot", "slots")
+        ),
+        ("codes", CodeArgs),
+        *((name, ctypes.c_int) for name in ("columns", "max_q", "tokens", "slices", "fresh")),
     ]
 
 
@@ -81,6 +85,11 @@ def supported(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
     )
 
 
+def has_layout(layout: HistoryLayout) -> bool:
+    """Whether attend.cu reads such blocks: FP16 step and lo."""
+    return (layout.k_meta, layout.v_meta, layout.meta_bytes) == (2, 2, 2)
+
+
 def choose_form(
     batch: int, kv_heads: int, columns: int, page_size: int, device: torch.device
 ) -> Form:
@@ -94,15 +103,6 @@ def choose_form(
     min_ctas = 4 if properties.shared_memory_per_multiprocessor > 200_000 else 2
     splits = min_ctas * properties.multi_processor_count // (kv_heads * tiles)
     return Form("attend_warp", max(1, splits), paged, min_ctas=min_ctas)
-
-
-def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
-    return (
-        ("HEAD_DIM", view.head_dim),
-        ("KV_HEADS", view.kv_heads),
-        ("GROUP", heads // view.kv_heads),
-        ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
-    )
 
 
 @functools.cache
@@ -120,9 +120,9 @@ def _attend_kernel(form: Form, shape: tuple, cap: bool, dim: int, device: int) -
 
 
 @functools.cache
-def _merge_kernel(shape: tuple, rows: int, device: int) -> Kernel:
-    code = module(("common.cu", "merge.cu"), (*shape, ("ROWS", rows)), device)
-    return Kernel(code, "merge", 256, 0, overlaps(device))
+def _merge_kernel(defines: tuple, shared: int, device: int) -> Kernel:
+    code = module(("common.cu", "rows.cu", "merge.cu"), defines, device)
+    return Kernel(code, "merge", 256, shared, overlaps(device))
 
 
 def _stream(device: torch.device) -> int:
@@ -141,6 +141,7 @@ def attend(
     """``attend.attend`` for q_rot [T, H, D] float32; ``form.splits`` must be the plan's."""
     assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
     assert req_to_token.dtype == torch.int32 and form.splits == part.splits
+    assert view.spec.meta == "affine"
     shape = shape_defines(view, q_rot.shape[1])
     kernel = _attend_kernel(form, shape, logit_cap > 0, view.head_dim, q_rot.device.index)
     log2e = math.log2(math.e)
@@ -173,19 +174,23 @@ def merge(
     out: torch.Tensor,
     max_q: int = 1,
     lse: torch.Tensor | None = None,
+    fresh: Fresh | None = None,
 ) -> torch.Tensor:
-    """``merge.merge`` for out [T, H, D] in the windows' dtype."""
+    """``merge.merge`` for out [T, H, D] in the windows' dtype; encodes ``fresh`` meanwhile."""
     assert out.dtype == view.sink_k.dtype and out.is_contiguous()
     group, tokens, heads = out.shape[1] // view.kv_heads, part.batch * max_q, view.kv_heads
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count
     rows = merge_rows(tokens, heads, group, sms)
-    kernel = _merge_kernel(shape_defines(view, out.shape[1]), rows, out.device.index)
+    defines = shape_defines(view, out.shape[1]) + code_defines(view) + (("MERGE_ROWS", rows),)
+    shared = 4 * view.head_dim**2 if fresh and view.spec.k_feedback else 0
+    kernel = _merge_kernel(defines, shared, out.device.index)
     slices = math.ceil(group / rows)
+    kv_rot, slots = fresh or (None, None)
     args = _MergeArgs(
-        out.data_ptr(), None if lse is None else lse.data_ptr(), part.o.data_ptr(),
-        part.ml.data_ptr(), part.plan.data_ptr(), view.params.r_v.data_ptr(),
-        part.columns, max_q, tokens,
+        out.data_ptr(), pointer(lse), part.o.data_ptr(), part.ml.data_ptr(), part.plan.data_ptr(),
+        view.params.r_v.data_ptr(), pointer(kv_rot), pointer(slots), CodeArgs.of(view),
+        part.columns, max_q, tokens, slices, len(slots) if fresh else 0,
     )  # fmt: skip
     share = max(1, 4 * sms // (heads * slices))
-    kernel((min(tokens, share), heads, slices), args, _stream(out.device))
+    kernel((min(tokens, share), heads, slices + 2 * bool(fresh)), args, _stream(out.device))
     return out

@@ -9,34 +9,43 @@ import math
 import torch
 
 from . import nvrtc
-from .cuda_attend import HEAD_DIMS, shape_defines
+from .codec import CodecSpec
+from .cuda_args import HEAD_DIMS, CodeArgs, Fresh, code_defines, pointer, shape_defines
 from .driver import Kernel, module, overlaps
 from .views import LayerView, TokenBatch
 
 _ROWS = 16  # of a tile
-_POINTERS = (
-    "q", "k", "v", "q_rot", "r_k", "r_v", "factor",
-    "rows", "positions", "ends", "slots", "cache_index",
-    "blocks", "sink_k", "sink_v", "ring_k", "ring_v", "cache_k", "cache_v",
-)  # fmt: skip
+_WINDOWS = ("sink_k", "sink_v", "ring_k", "ring_v", "cache_k", "cache_v")
+
+
+class _WindowArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*TokenBatch._fields, *_WINDOWS)),
+        *((name, ctypes.c_int) for name in ("n_sink", "n_recent")),
+    ]
 
 
 class _Args(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "q_rot", "kv_rot", "r_k", "r_v")),
+        ("to", _WindowArgs),
+        ("codes", CodeArgs),
         *((name, ctypes.c_int64) for name in ("stride_q", "stride_k", "stride_v")),
-        *(
-            (n, ctypes.c_int)
-            for n in ("tokens", "q_half", "n_sink", "n_recent", "k_rank", "v_rank")
-        ),
-        *((name, ctypes.c_float) for name in ("k_ratio", "v_ratio")),
+        *((name, ctypes.c_int) for name in ("tokens", "q_half")),
     ]
 
 
+def has_codec(spec: CodecSpec) -> bool:
+    """Whether store.cu writes it: plain rounding or feedback, FP16 step and lo."""
+    return spec.search in ("round", "feedback") and spec.meta == "affine"
+
+
 def supported(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> bool:
-    """Whether these tensors can take the CUDA path: 16-bit model, int64 metadata, aligned rows."""
+    """Whether codec and tensors can take the CUDA path: 16-bit model, int64 metadata, aligned
+    rows."""
     return (
         q.is_cuda
+        and has_codec(view.spec)
         and view.head_dim in HEAD_DIMS
         and (q_rot is None or q_rot.dtype in (torch.float32, q.dtype))
         and view.sink_k.dtype in (torch.bfloat16, torch.float16)
@@ -49,35 +58,46 @@ def supported(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> bool:
 
 
 @functools.cache
-def _kernel(shape: tuple, ranks: tuple[bool, bool], feedback: bool, dim: int, device: int):
-    defines = (
-        *shape,
-        ("K_RANK", int(ranks[0])),
-        ("V_RANK", int(ranks[1])),
-        ("FEEDBACK", int(feedback)),
-    )
-    code = module(("common.cu", "store.cu"), defines, device)
-    shared = 4 * (_ROWS * (dim + 4) + (dim * dim if feedback else 0))
-    return Kernel(code, "store", 32 * max(dim // 8, _ROWS), shared, overlaps(device))
+def _kernel(name: str, defines: tuple, threads: int, shared: int, device: int) -> Kernel:
+    code = module(("common.cu", "rows.cu", "store.cu"), defines, device)
+    return Kernel(code, name, threads, shared, overlaps(device))
 
 
-def store(view: LayerView, tokens: TokenBatch, q, k, v, q_rot, k_rule, v_rule) -> None:
-    """``store.store``; rules are (half ratio, rank, whether the rank rule applies)."""
-    n, heads, dim = q.shape
-    feedback, params = view.spec.k_feedback, view.params
-    shape = shape_defines(view, heads)
-    kernel = _kernel(shape, (k_rule[2], v_rule[2]), feedback, dim, q.device.index)
-    factor = params.factor if feedback else params.r_k
+def _launch(name, grid, threads, shared, view, tokens, q, k, v, q_rot, kv_rot) -> None:
+    windows = view.windows
+    where = (pointer(x) for x in (*tokens, *(getattr(view, name) for name in _WINDOWS)))
     args = _Args(
-        *(x.data_ptr() for x in (q, k, v)), None if q_rot is None else q_rot.data_ptr(),
-        *(x.data_ptr() for x in (params.r_k, params.r_v, factor)),
-        *(x.data_ptr() for x in (*tokens, *view[2:])),
+        *(pointer(x) for x in (q, k, v, q_rot, kv_rot, view.params.r_k, view.params.r_v)),
+        _WindowArgs(*where, windows.n_sink, windows.n_recent),
+        CodeArgs.of(view),
         q.stride(0), k.stride(0), v.stride(0),
-        n, int(q_rot is not None and q_rot.dtype != torch.float32),
-        view.windows.n_sink, view.windows.n_recent, k_rule[1], v_rule[1], k_rule[0], v_rule[0],
+        len(q), int(q_rot is not None and q_rot.dtype != torch.float32),
     )  # fmt: skip
-    group = heads // view.kv_heads
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    share = math.ceil(8 * sms / (3 * view.kv_heads))  # a few CTAs per processor
-    grid = (min(math.ceil(n * group / _ROWS), share), view.kv_heads, 3)
+    defines = shape_defines(view, q.shape[1]) + code_defines(view)
+    kernel = _kernel(name, defines, threads, shared, q.device.index)
     kernel(grid, args, torch.cuda.current_stream(q.device).cuda_stream)
+
+
+def _tiles(view: LayerView, q: torch.Tensor, ctas: int) -> int:
+    """Extent of a grid that holds a CTA per 16 rows, but few CTAs per processor."""
+    tiles = math.ceil(len(q) * (q.shape[1] // view.kv_heads) / _ROWS)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    return min(tiles, math.ceil(8 * sms / ctas))
+
+
+def store(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> None:
+    """``store.store``."""
+    dim = view.head_dim
+    shared = 4 * (_ROWS * (dim + 4) + (dim * dim if view.spec.k_feedback else 0))
+    grid = (_tiles(view, q, 3 * view.kv_heads), view.kv_heads, 3)
+    threads = 32 * max(dim // 8, _ROWS)
+    _launch("store", grid, threads, shared, view, tokens, q, k, v, q_rot, None)
+
+
+def rotate(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> Fresh:
+    """``store`` without the codes, which ``cuda_attend.merge`` writes from what this returns."""
+    kv_rot = torch.empty((2, *k.shape), dtype=torch.float32, device=q.device)
+    parts = 3 * (view.head_dim // 32)
+    grid = (_tiles(view, q, parts * view.kv_heads), view.kv_heads, parts)
+    _launch("rotate", grid, 128, 0, view, tokens, q, k, v, q_rot, kv_rot)
+    return Fresh(kv_rot, tokens.slots)

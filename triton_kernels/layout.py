@@ -10,7 +10,10 @@ History block. One block holds ``BLOCK`` consecutive slots; a layer is one tenso
 ``[num_blocks, Hk, block_bytes]`` of uint8 and a slot is ``(slot // BLOCK, slot % BLOCK)``::
 
     one head of one block:  [K chunks | V chunks][BLOCK tokens][chunk_bytes]   codes
-                            [BLOCK tokens][k_meta + v_meta]                    16-bit metadata
+                            [BLOCK tokens][k_meta + v_meta]                    metadata
+
+Metadata of a row are numbers of one width, K's before V's: (step, lo) in 16 or in 8 bits, or one
+16-bit scale, as the codec says (``codec.CodecSpec``).
 
 A row of D codes is D/8 16-bit halves; half ``i`` holds channels ``i + (D/8) * j`` in bits
 ``2j, 2j+1``. ANDing a half with ``3 << 2j`` leaves a denormal FP16 number, which is how the
@@ -23,7 +26,6 @@ from dataclasses import dataclass
 
 BLOCK = 16
 BITS = 2
-META_BYTES = 2
 MAX_CHUNK_BYTES = 16
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -36,13 +38,15 @@ def _ceil_div(a: int, b: int) -> int:
 class HistoryLayout:
     """Bytes of packed history for one attention layer.
 
-    ``k_meta``/``v_meta`` count the 16-bit metadata fields of a K/V row (step and lo: 2).
+    ``k_meta``/``v_meta`` count the metadata of a K/V row (step and lo: 2), numbers of
+    ``meta_bytes`` each. The kernels count in 16 bits, so a row's metadata fill whole halves.
     """
 
     kv_heads: int
     head_dim: int
     k_meta: int = 2
     v_meta: int = 2
+    meta_bytes: int = 2
 
     def __post_init__(self) -> None:
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
@@ -52,6 +56,10 @@ class HistoryLayout:
             )
         if self.kv_heads < 1:
             raise ValueError(f"kv_heads must be >= 1, got {self.kv_heads}")
+        if self.meta_bytes not in (1, 2) or any(
+            n < 1 or n * self.meta_bytes % 2 for n in (self.k_meta, self.v_meta)
+        ):
+            raise ValueError(f"metadata must fill 16-bit halves, got {self}")
 
     @property
     def row_bytes(self) -> int:
@@ -79,12 +87,12 @@ class HistoryLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one head of one block."""
-        return self.code_bytes_per_block + self.meta_fields * META_BYTES * BLOCK
+        return self.code_bytes_per_block + self.meta_fields * self.meta_bytes * BLOCK
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot in one layer, K and V, all KV heads, metadata included."""
-        return self.kv_heads * (2 * self.row_bytes + self.meta_fields * META_BYTES)
+        return self.kv_heads * (2 * self.row_bytes + self.meta_fields * self.meta_bytes)
 
     @property
     def bits_per_element(self) -> float:
@@ -116,8 +124,8 @@ class MemoryPlan:
     """What one rank allocates for the KV cache, in bytes, part by part.
 
     ``itemsize`` is that of a window element (the model's dtype), ``scratch_itemsize`` that of a
-    materialised row. ``codec_params`` counts the float32 ``[Hk, D, D]`` matrices a layer's codec
-    keeps on the device; ``workspace_bytes`` are the kernels' own static buffers.
+    materialised row. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
+    device for one KV head; ``workspace_bytes`` are the kernels' own static buffers.
     """
 
     layers: int
@@ -128,7 +136,7 @@ class MemoryPlan:
     scratch_tokens: int
     itemsize: int
     scratch_itemsize: int = 4
-    codec_params: int = 3
+    codec_floats: int = 0
     workspace_bytes: int = 0
 
     @property
@@ -165,9 +173,7 @@ class MemoryPlan:
 
     @property
     def codec_bytes(self) -> int:
-        return (
-            self.layers * self.codec_params * self.history.kv_heads * self.history.head_dim**2 * 4
-        )
+        return self.layers * self.history.kv_heads * self.codec_floats * 4
 
     @property
     def fixed_bytes(self) -> int:

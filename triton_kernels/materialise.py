@@ -6,17 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import half_offsets, load_meta, meta_offset, unpack_codes
+from .tile import load_row
 from .views import LayerView
 
 
 @triton.jit
 def _decode_row(
-    blocks, slot, ok, head, KV: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
-):
-    halves = tl.load(blocks + half_offsets(slot, head, KV, Hk, D), ok[:, None], 0)
-    step, lo = load_meta(blocks, meta_offset(slot, head, KV, Hk, D), ok)
-    return unpack_codes(halves, TB, D).to(tl.float32) * step[:, None] + lo[:, None]
+    blocks, slot, ok, head, KV: tl.constexpr, grid, FORM: tl.constexpr,
+    TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]."""
+    values, step, lo = load_row(blocks, grid, slot, ok, head, KV, FORM, TB, Hk, D)
+    return values * step[:, None] + lo[:, None]
 
 
 @triton.jit
@@ -29,8 +30,8 @@ def _copy_tile(src, src_at, dst, dst_at, ok, Hk: tl.constexpr, D: tl.constexpr, 
 @triton.jit
 def _materialise_kernel(
     out_k, out_v, rows, starts, indptr, hist_end, req_to_token, stride_req,
-    blocks, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
-    TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+    blocks, grid, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
+    FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
     head = tl.program_id(2)
@@ -49,9 +50,9 @@ def _materialise_kernel(
         if tl.max(history.to(tl.int32), 0) > 0:
             slot = tl.load(req_to_token + row * stride_req + pos, history, 0).to(tl.int64)
             cols = tl.arange(0, D)[None, :]
-            k = _decode_row(blocks, slot, history, head, 0, TB, Hk, D)
+            k = _decode_row(blocks, slot, history, head, 0, grid, FORM, TB, Hk, D)
             tl.store(out_k + dst[:, None] + cols, k.to(out_k.dtype.element_ty), history[:, None])
-            v = _decode_row(blocks, slot, history, head, 1, TB, Hk, D)
+            v = _decode_row(blocks, slot, history, head, 1, grid, FORM, TB, Hk, D)
             tl.store(out_v + dst[:, None] + cols, v.to(out_v.dtype.element_ty), history[:, None])
         if tl.max((ok & (history == 0)).to(tl.int32), 0) > 0:
             sink_at = row * n_sink + pos
@@ -88,7 +89,7 @@ def materialise(
     grid = (triton.cdiv(max_len, tile), len(rows), view.kv_heads)
     _materialise_kernel[grid](
         out_k, out_v, rows, starts, indptr, hist_end, req_to_token, req_to_token.stride(0),
-        view.blocks.view(torch.uint16), view.sink_k, view.sink_v, view.ring_k, view.ring_v,
-        view.windows.n_sink, view.windows.n_recent, tile, view.kv_heads, view.head_dim,
-        num_warps=4,
+        view.blocks.view(torch.uint16), view.grid, view.sink_k, view.sink_v, view.ring_k,
+        view.ring_v, view.windows.n_sink, view.windows.n_recent,
+        view.form, tile, view.kv_heads, view.head_dim, num_warps=4,
     )  # fmt: skip

@@ -1,8 +1,9 @@
-// Merge of the splits of attend.cu, with the inverse V rotation. After common.cu; needs ROWS, the
-// query heads a CTA finishes at a time (a divisor of GROUP or more).
+// Merge of the splits of attend.cu, with the inverse V rotation. After common.cu and rows.cu; needs
+// MERGE_ROWS, the query heads a CTA finishes at a time (a divisor of GROUP or more).
 //
 // A CTA keeps its KV head's matrix in registers - loaded before the attend kernel has finished,
-// since it never changes - and walks over its share of the query tokens.
+// since it never changes - and walks over its share of the query tokens. Other CTAs encode the rows
+// that `rotate` left: nothing reads their codes in this step, so they cost no time of their own.
 
 struct MergeArgs {
   void* out;             // [T, HK * G, D] model dtype
@@ -11,11 +12,13 @@ struct MergeArgs {
   const float2* ml;      // [splits + B, HK, columns]
   const int* plan;
   const float* r_v;      // [HK, D, D]
-  int columns, max_q, tokens;   // tokens: B * max_q
+  const float* kv_rot;   // [2, fresh, HK, D] of `rotate`
+  const i64* slots;      // [fresh]
+  CodeArgs codes;
+  int columns, max_q, tokens, slices, fresh;   // tokens: B * max_q; slices of a group's heads
 };
 
 constexpr int MERGE_WARPS = 8;
-constexpr int VEC = D / 32;               // channels of a lane
 constexpr int OUT = D / MERGE_WARPS;      // output channels of a warp
 
 template <int N> struct Vec { float v[N]; };
@@ -32,11 +35,36 @@ DEV Vec<VEC> load_vec(const float* p) {
 }
 DEV u16 to_model(float x) { return (u16)pack_window(x, 0.f); }
 
+// Codes of the fresh K or V rows of a KV head, a warp per row.
+template <bool KEY> DEV void encode_fresh(const MergeArgs& a, float* factor) {
+  const int head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int row0 = blockIdx.x * MERGE_WARPS + warp;
+  if (blockIdx.x * MERGE_WARPS >= a.fresh) return;
+  if (KEY && FEEDBACK) fetch_factor(factor, a.codes, head, MERGE_WARPS * 32);
+  wait_previous_kernel();
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+  for (int token = row0; token < a.fresh; token += gridDim.x * MERGE_WARPS) {
+    const i64 slot = a.slots[token];
+    if (slot < 0) continue;
+    Row y;
+    load_shared<VEC>(y.v, a.kv_rot + (((i64)(KEY ? 0 : 1) * a.fresh + token) * HK + head) * D + lane * VEC);
+    store_codes<KEY>(a.codes, head, slot, y, factor);
+  }
+}
+
 extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __grid_constant__ MergeArgs a) {
-  constexpr int AHEAD = ROWS == 1 ? 4 : 1;          // splits whose loads are in flight together
-  __shared__ float part[MERGE_WARPS][ROWS][D], mean[ROWS][D];
-  __shared__ float2 part_ml[MERGE_WARPS][ROWS];
-  const int head = blockIdx.y, row0 = blockIdx.z * ROWS;
+  constexpr int AHEAD = MERGE_ROWS == 1 ? 9 : 1;   // splits whose loads are in flight together
+  __shared__ float part[MERGE_WARPS][MERGE_ROWS][D], mean[MERGE_ROWS][D];
+  __shared__ float2 part_ml[MERGE_WARPS][MERGE_ROWS];
+  extern __shared__ __align__(16) float factor[];
+  if (blockIdx.z >= a.slices) {
+    release_next_kernel();
+    if (blockIdx.z == a.slices) encode_fresh<true>(a, factor);
+    else encode_fresh<false>(a, factor);
+    return;
+  }
+  const int head = blockIdx.y, row0 = blockIdx.z * MERGE_ROWS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Vec<VEC> back[OUT];                     // row c of R is column c of its inverse
   UNROLL for (int c = 0; c < OUT; c++)
@@ -50,18 +78,18 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
     if (qi >= f1.x) continue;             // the same for the whole CTA
     const int first = f1.w & 0xFFFF, last = f1.z > f1.y ? f1.w >> 16 : first - 1;
     const i64 p0 = ((i64)b * HK + head) * a.columns + qi * G + row0, step = (i64)HK * a.columns;
-    float top[ROWS], l[ROWS];
-    Vec<VEC> acc[ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++) {
+    float top[MERGE_ROWS], l[MERGE_ROWS];
+    Vec<VEC> acc[MERGE_ROWS];
+    UNROLL for (int r = 0; r < MERGE_ROWS; r++) {
       top[r] = HIDDEN;
       l[r] = 0.f;
       UNROLL for (int k = 0; k < VEC; k++) acc[r].v[k] = 0.f;
     }
     for (int i0 = first + warp; i0 <= last; i0 += MERGE_WARPS * AHEAD) {
-      float2 ml[AHEAD][ROWS];
-      Vec<VEC> v[AHEAD][ROWS];
+      float2 ml[AHEAD][MERGE_ROWS];
+      Vec<VEC> v[AHEAD][MERGE_ROWS];
       UNROLL for (int u = 0; u < AHEAD; u++)
-        UNROLL for (int r = 0; r < ROWS; r++) {
+        UNROLL for (int r = 0; r < MERGE_ROWS; r++) {
           const int i = min(i0 + u * MERGE_WARPS, last);
           const bool ok = i0 + u * MERGE_WARPS <= last && row0 + r < G;
           const i64 p = p0 + i * step + (row0 + r < G ? r : 0);
@@ -69,7 +97,7 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
           v[u][r] = load_vec(a.o + p * D + lane * VEC);
           if (!ok) ml[u][r] = make_float2(HIDDEN, 0.f);
         }
-      UNROLL for (int r = 0; r < ROWS; r++) {
+      UNROLL for (int r = 0; r < MERGE_ROWS; r++) {
         float now = top[r];
         UNROLL for (int u = 0; u < AHEAD; u++) now = fmaxf(now, ml[u][r].x);
         const float fade = ex2(top[r] - now);
@@ -83,12 +111,12 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
         }
       }
     }
-    UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < MERGE_ROWS; r++) {
       UNROLL for (int k = 0; k < VEC; k++) part[warp][r][lane * VEC + k] = acc[r].v[k];
       if (lane == 0) part_ml[warp][r] = make_float2(top[r], l[r]);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * D; i += MERGE_WARPS * 32) {
+    for (int i = threadIdx.x; i < MERGE_ROWS * D; i += MERGE_WARPS * 32) {
       const int r = i / D, c = i % D;
       float s = 0.f, t = 0.f, high = HIDDEN;
       UNROLL for (int w = 0; w < MERGE_WARPS; w++) high = fmaxf(high, part_ml[w][r].x);
@@ -103,7 +131,7 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
             t > 0.f ? (high + lg2(t)) * (1.f / LOG2E) : -__int_as_float(0x7f800000);
     }
     __syncthreads();
-    UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < MERGE_ROWS; r++) {
       if (row0 + r >= G) continue;
       const Vec<VEC> m = load_vec(&mean[r][lane * VEC]);
       float dot[OUT];

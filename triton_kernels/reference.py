@@ -17,11 +17,12 @@ Clear before fast: one Python loop over the requests of a batch, none over token
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from .codec import CodecSpec, LayerParams, decode_rows, encode_k, encode_v, rotate
+from .codec import CodecSpec, LayerParams, decode_k, decode_v, encode_k, encode_v, rotate
 from .layout import WindowLayout
 from .stores import HistoryStore, SinkCache, WindowStore
 
@@ -37,6 +38,12 @@ class Segments:
     history: HistoryStore
     windows: WindowStore
     sinks: SinkCache
+
+    @functools.cached_property
+    def grids(self) -> torch.Tensor | None:
+        """Metadata grids of all layers [L, Hk, 2, 3] float32, if the codec has any."""
+        has = self.spec.meta == "compact"
+        return torch.stack([p.grid for p in self.params]) if has else None
 
 
 @dataclass
@@ -114,10 +121,10 @@ def restore_sinks(seg: Segments, row: int, slots: torch.Tensor) -> int:
     for layer in range(len(seg.params)):
         k, v = seg.sinks.read(layer, slots)
         if not bool(hit.all()):
-            k_rows, v_rows = seg.history.read(layer, slots)
+            k_hat, v_hat = read_history(seg, layer, slots)
             miss = ~hit[:, None, None]
-            k = torch.where(miss, decode_rows(k_rows).to(k.dtype), k)
-            v = torch.where(miss, decode_rows(v_rows).to(v.dtype), v)
+            k = torch.where(miss, k_hat.to(k.dtype), k)
+            v = torch.where(miss, v_hat.to(v.dtype), v)
         seg.windows.sink_k[layer][row, positions] = k
         seg.windows.sink_v[layer][row, positions] = v
     return int(hit.sum())
@@ -134,8 +141,15 @@ def store(seg: Segments, layer: int, batch: Batch, k: torch.Tensor, v: torch.Ten
         layer,
         batch.slots,
         encode_k(seg.spec, params, k_rot),
-        encode_v(seg.spec, v_rot),
+        encode_v(seg.spec, params, v_rot),
     )
+
+
+def read_history(seg: Segments, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Decoded K and V rows [T, Hk, D] float32 of ``slots`` [T] int64, still rotated."""
+    params = seg.params[layer]
+    k, v = seg.history.read(layer, slots)
+    return decode_k(seg.spec, params, k), decode_v(seg.spec, params, v)
 
 
 def materialise(
@@ -166,8 +180,7 @@ def materialise(
     low, high = max(n_sink, start), min(hist_end, stop)
     if low < high:
         part = slice(low - start, high - start)
-        k_rows, v_rows = seg.history.read(layer, slots[part])
-        out_k[part], out_v[part] = decode_rows(k_rows), decode_rows(v_rows)
+        out_k[part], out_v[part] = read_history(seg, layer, slots[part])
 
 
 @dataclass

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .materialise import _decode_row
+from .tile import FORMS
 
 HITS, MISSES, REQUESTS = range(3)
 _TILE = 16
@@ -14,10 +15,10 @@ _TILE = 16
 
 @triton.jit
 def _restore_kernel(
-    sink_k, sink_v, cache_k, cache_v, blocks, tag,
+    sink_k, sink_v, cache_k, cache_v, blocks, grids, tag,
     req_to_token, rows, prefix_lens, started, counters,
     stride_req, sink_layer, cache_layer, block_layer, n_sink, cache_rows,
-    TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+    FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     layer = tl.program_id(2) // Hk
@@ -35,11 +36,12 @@ def _restore_kernel(
     sink_row = ((row * n_sink + pos) * Hk + head) * D
     dst = layer.to(tl.int64) * sink_layer + sink_row[:, None] + cols
     mine = blocks + layer.to(tl.int64) * block_layer
+    grid = grids + layer * (Hk * 6)
     k = tl.load(cache_k + src, hit[:, None], 0.0).to(tl.float32)
-    k = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 0, TB, Hk, D), k)
+    k = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 0, grid, FORM, TB, Hk, D), k)
     tl.store(sink_k + dst, k.to(sink_k.dtype.element_ty), ok[:, None])
     v = tl.load(cache_v + src, hit[:, None], 0.0).to(tl.float32)
-    v = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 1, TB, Hk, D), v)
+    v = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 1, grid, FORM, TB, Hk, D), v)
     tl.store(sink_v + dst, v.to(sink_v.dtype.element_ty), ok[:, None])
     if tl.program_id(2) == 0:
         tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0))
@@ -67,10 +69,12 @@ def restore_sinks(
     windows, sinks, history = seg.windows, seg.sinks, seg.history
     layers, _, n_sink, kv_heads, dim = windows.sink_k.stack.shape
     blocks = history.blocks.stack.view(torch.uint16)
+    grids = blocks if seg.grids is None else seg.grids
     grid = (len(rows), triton.cdiv(n_sink, _TILE), layers * kv_heads)
     _restore_kernel[grid](
         windows.sink_k.stack, windows.sink_v.stack, sinks.k.stack, sinks.v.stack, blocks,
-        sinks.tag, req_to_token, rows, prefix_lens, started, counters,
+        grids, sinks.tag, req_to_token, rows, prefix_lens, started, counters,
         req_to_token.stride(0), windows.sink_k.stack.stride(0), sinks.k.stack.stride(0),
-        blocks.stride(0), n_sink, len(sinks.tag), _TILE, kv_heads, dim, num_warps=4,
+        blocks.stride(0), n_sink, len(sinks.tag),
+        FORMS[seg.spec.meta], _TILE, kv_heads, dim, num_warps=4,
     )  # fmt: skip

@@ -13,19 +13,27 @@ import triton
 import triton.language as tl
 
 from . import cuda_store
-from .codec import RangeRule
+from .codec_accurate import MAX_GAIN, RATIOS
 from .tile import (
+    SCALE,
     half_offsets,
     interpreted,
     inverse_step,
-    meta_offset,
     nearest_code,
+    nearest_level,
     pack_codes,
     row_range,
+    row_scale,
+    storable,
+    store_meta,
 )
 from .views import LayerView, TokenBatch
 
 _TOKENS = 16  # of a program: the least a tensor-core tile takes
+_ROUND, _FEEDBACK, _ACCURATE = map(tl.constexpr, range(3))
+_SEARCHES = {"round": 0, "feedback": 1, "accurate": 2}
+_LOW_RATIO, _HIGH_RATIO = map(tl.constexpr, RATIOS)
+_MAX_GAIN = tl.constexpr(MAX_GAIN)
 
 
 @triton.jit
@@ -50,7 +58,7 @@ def _plain(y, step, lo):
 
 
 @triton.jit
-def _feedback(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
+def _feedback_codes(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
     """Codes [TB, D] int32 chosen one channel after the other; each error is spread over the
     channels still to come (``codec.feedback_codes``, in the same order of operations)."""
     inv = inverse_step(step)
@@ -68,6 +76,87 @@ def _feedback(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _sweep(y, codes, step, lo, metric, ROWS: tl.constexpr, D: tl.constexpr):
+    """``codec_accurate.sweep``: better codes [ROWS, D] int32, and what is left of y."""
+    cols = tl.arange(0, D)
+    error = y - (codes.to(tl.float32) * step[:, None] + lo[:, None])
+    for j in range(D):
+        here = cols[None, :] == j
+        gradient = tl.sum(error * tl.load(metric + j * D + cols)[None, :], 1)
+        curvature = tl.load(metric + j * D + j) * step
+        safe = tl.where(curvature > 0, curvature, 1.0)
+        move = tl.where(curvature > 0, tl.div_rn(gradient, safe), 0.0)
+        old = tl.sum(tl.where(here, codes, 0), 1).to(tl.float32)
+        new = nearest_code(old + move, 1.0, 0.0)
+        error = tl.where(here, error - ((new - old) * step)[:, None], error)
+        codes = tl.where(here, new.to(tl.int32)[:, None], codes)
+    return codes, error
+
+
+@triton.jit
+def _metric_energy(x, metric, ROWS: tl.constexpr, D: tl.constexpr):
+    """x G x^T per row: x [ROWS, D] -> [ROWS] float32."""
+    cols = tl.arange(0, D)
+    energy = tl.zeros([ROWS], tl.float32)
+    for j in range(D):
+        product = tl.sum(x * tl.load(metric + j * D + cols)[None, :], 1)
+        energy += product * tl.sum(tl.where(cols[None, :] == j, x, 0.0), 1)
+    return energy
+
+
+@triton.jit
+def _accurate(y, factor, metric, grid, head, FORM: tl.constexpr, TB: tl.constexpr, D: tl.constexpr):
+    """``codec_accurate.encode``: y [TB, D] -> codes int32, storable step and lo [TB]. Both ratios
+    go through the chains together, as rows 2 t and 2 t + 1."""
+    both = tl.reshape(tl.broadcast_to(y[:, None, :], [TB, 2, D]), [2 * TB, D])
+    odd = tl.arange(0, 2 * TB) % 2 == 1
+    half_ratio = tl.where(odd, 0.5 * _HIGH_RATIO, 0.5 * _LOW_RATIO)
+    step, lo = row_range(both, half_ratio, 0, False, D)
+    step, lo = storable(step, lo, grid, head, 0, FORM)
+    codes = _feedback_codes(both, step, lo, factor, 2 * TB, D)
+    codes, error = _sweep(both, codes, step, lo, metric, 2 * TB, D)
+    energy = tl.reshape(_metric_energy(error, metric, 2 * TB, D), [TB, 2])
+    second = tl.arange(0, 2)[None, :] == 1
+    first_energy = tl.sum(tl.where(second, 0.0, energy), 1)
+    take = second == (tl.sum(tl.where(second, energy, 0.0), 1) < first_energy)[:, None]
+    step = tl.sum(tl.where(take, tl.reshape(step, [TB, 2]), 0.0), 1)
+    lo = tl.sum(tl.where(take, tl.reshape(lo, [TB, 2]), 0.0), 1)
+    codes = tl.sum(tl.where(take[:, :, None], tl.reshape(codes, [TB, 2, D]), 0), 1)
+    bottom = tl.min(y, 1)
+    centre = bottom + (tl.max(y, 1) - bottom) * 0.5
+    decoded = codes.to(tl.float32) * step[:, None] + lo[:, None]
+    true = _metric_energy(y - centre[:, None], metric, TB, D)
+    found = _metric_energy(decoded - centre[:, None], metric, TB, D)
+    gain = tl.sqrt_rn(tl.div_rn(tl.where(found > 0, true, 1.0), tl.where(found > 0, found, 1.0)))
+    gain = tl.where(gain == gain, gain, 1.0)  # inf / inf
+    gain = tl.minimum(tl.maximum(gain, 1.0 / _MAX_GAIN), _MAX_GAIN)
+    step, lo = storable(step * gain, centre + (lo - centre) * gain, grid, head, 0, FORM)
+    return codes, step, lo
+
+
+@triton.jit
+def _encode(
+    y, ratio, rank, factor, metric, grid, head, KV: tl.constexpr, SEARCH: tl.constexpr,
+    RANK_RULE: tl.constexpr, FORM: tl.constexpr, TB: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """``codec.encode_k`` / ``encode_v``: y [TB, D] -> codes int32, storable step and lo [TB]."""
+    if FORM == SCALE:
+        step = row_scale(y, D)
+        lo = tl.zeros_like(step)
+        codes = nearest_level(y, step)
+    elif SEARCH == _ACCURATE:
+        codes, step, lo = _accurate(y, factor, metric, grid, head, FORM, TB, D)
+    else:
+        step, lo = row_range(y, ratio, rank, RANK_RULE, D)
+        step, lo = storable(step, lo, grid, head, KV, FORM)
+        if SEARCH == _FEEDBACK:
+            codes = _feedback_codes(y, step, lo, factor, TB, D)
+        else:
+            codes = _plain(y, step, lo)
+    return codes, step, lo
+
+
+@triton.jit
 def _write_row(dst, index, ok, head, y, Hk: tl.constexpr, D: tl.constexpr):
     """dst[index, head] = y where ok; dst [., Hk, D]."""
     cols = tl.arange(0, D)
@@ -77,24 +166,22 @@ def _write_row(dst, index, ok, head, y, Hk: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _write_history(
-    blocks, slot, ok, head, codes, step, lo,
+    blocks, grid, FORM: tl.constexpr, slot, ok, head, codes, step, lo,
     KV: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     halves = pack_codes(codes, TB, D)
-    tl.store(blocks + half_offsets(slot, head, KV, Hk, D), halves, ok[:, None])
-    at = meta_offset(slot, head, KV, Hk, D)
-    tl.store(blocks + at, step.to(tl.float16).to(tl.uint16, bitcast=True), ok)
-    tl.store(blocks + at + 1, lo.to(tl.float16).to(tl.uint16, bitcast=True), ok)
+    tl.store(blocks + half_offsets(slot, head, KV, FORM, Hk, D), halves, ok[:, None])
+    store_meta(blocks, grid, slot, ok, head, step, lo, KV, FORM, Hk, D)
 
 
 @triton.jit
 def _store_kernel(
-    q, k, v, q_rot, r_k, r_v, factor,
+    q, k, v, q_rot, r_k, r_v, factor, metric, grid,
     rows, positions, ends, slots, cache_index,
     blocks, sink_k, sink_v, ring_k, ring_v, cache_k, cache_v,
     T, stride_q, stride_k, stride_v, n_sink, n_recent,
     k_ratio, v_ratio, k_rank, v_rank,
-    K_RANK: tl.constexpr, V_RANK: tl.constexpr, FEEDBACK: tl.constexpr,
+    K_RANK: tl.constexpr, V_RANK: tl.constexpr, SEARCH: tl.constexpr, FORM: tl.constexpr,
     TB: tl.constexpr, Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TB + tl.arange(0, TB)
@@ -120,25 +207,20 @@ def _store_kernel(
             _write_row(sink_k, sink_at, in_sink, head, y, Hk, D)
             _write_row(ring_k, ring_at, in_ring, head, y, Hk, D)
             _write_row(cache_k, cached, ok & (cached >= 0), head, y, Hk, D)
-            step, lo = row_range(y, k_ratio, k_rank, K_RANK, D)
-            if FEEDBACK:
-                codes = _feedback(y, step, lo, factor + head * D * D, TB, D)
-            else:
-                codes = _plain(y, step, lo)
-            _write_history(blocks, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
+            codes, step, lo = _encode(
+                y, k_ratio, k_rank, factor + head * D * D, metric + head * D * D, grid, head, 0,
+                SEARCH, K_RANK, FORM, TB, D,
+            )  # fmt: skip
+            _write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
         else:
             y = _rotate(v + head * D, r_v, stride_v, t, ok, head, TB, D)
             _write_row(sink_v, sink_at, in_sink, head, y, Hk, D)
             _write_row(ring_v, ring_at, in_ring, head, y, Hk, D)
             _write_row(cache_v, cached, ok & (cached >= 0), head, y, Hk, D)
-            step, lo = row_range(y, v_ratio, v_rank, V_RANK, D)
-            codes = _plain(y, step, lo)
-            _write_history(blocks, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
-
-
-def _rule_args(rule: RangeRule, head_dim: int) -> tuple[float, int, bool]:
-    """(half ratio, rank, whether the rank rule applies)."""
-    return 0.5 * rule.ratio, min(int(rule.ratio * head_dim), head_dim - 1), rule.kind == "rank"
+            codes, step, lo = _encode(
+                y, v_ratio, v_rank, factor, metric, grid, head, 1, _ROUND, V_RANK, FORM, TB, D
+            )
+            _write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
 
 
 def check_rows(name: str, x: torch.Tensor, head_dim: int) -> None:
@@ -166,23 +248,23 @@ def store(
         check_rows(name, x, dim)
     if tokens_n == 0:
         return q_rot
-    k_rule, v_rule = _rule_args(view.spec.k_range, dim), _rule_args(view.spec.v_range, dim)
     if not triton_only and cuda_store.supported(view, tokens, q, k, v, q_rot):
-        cuda_store.store(view, tokens, q, k, v, q_rot, k_rule, v_rule)
+        cuda_store.store(view, tokens, q, k, v, q_rot)
         return q_rot
     params, kv_heads = view.params, view.kv_heads
-    (k_ratio, k_rank, k_is_rank), (v_ratio, v_rank, v_is_rank) = k_rule, v_rule
-    feedback = view.spec.k_feedback
+    k_range, v_range = view.spec.k_range, view.spec.v_range
+    factor, metric = (params.r_k if x is None else x for x in (params.factor, params.metric))
     group = heads // kv_heads
     grid = (triton.cdiv(tokens_n, _TOKENS), kv_heads, 2 + (group if q_rot is not None else 0))
     _store_kernel[grid](
         q, k, v, q if q_rot is None else q_rot,
-        params.r_k, params.r_v, params.factor if feedback else params.r_k,
+        params.r_k, params.r_v, factor, metric, view.grid,
         *tokens, view.blocks.view(torch.uint16), *view[3:],
         tokens_n, q.stride(0), k.stride(0), v.stride(0),
         view.windows.n_sink, view.windows.n_recent,
-        k_ratio, v_ratio, k_rank, v_rank, k_is_rank, v_is_rank, feedback,
-        _TOKENS, kv_heads, group, dim,
+        k_range.half_ratio, v_range.half_ratio, k_range.rank(dim), v_range.rank(dim),
+        k_range.kind == "rank", v_range.kind == "rank",
+        _SEARCHES[view.spec.search], view.form, _TOKENS, kv_heads, group, dim,
         num_warps=4, **({} if interpreted() else {"enable_fp_fusion": False}),
     )  # fmt: skip
     return q_rot

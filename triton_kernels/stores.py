@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import torch
 
-from .codec import Rows
+from .codec_affine import Rows
 from .layout import BLOCK, HistoryLayout, WindowLayout
+
+_META_DTYPES = {1: torch.uint8, 2: torch.float16}
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -48,7 +50,7 @@ class HistoryStore:
         """codes [num_blocks, Hk, 2*chunks, BLOCK, chunk_bytes], meta [num_blocks, Hk, BLOCK, M]."""
         h, b = self.layout, self.blocks[layer]
         codes = b[:, :, : h.code_bytes_per_block]
-        meta = b[:, :, h.code_bytes_per_block :].view(torch.float16)
+        meta = b[:, :, h.code_bytes_per_block :].view(_META_DTYPES[h.meta_bytes])
         return (
             codes.unflatten(-1, (2 * h.chunks, BLOCK, h.chunk_bytes)),
             meta.unflatten(-1, (BLOCK, h.meta_fields)),

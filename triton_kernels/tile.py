@@ -1,7 +1,9 @@
-"""Device helpers shared by the Triton kernels: code packing, block addresses, range rules.
+"""Device helpers shared by the Triton kernels: code packing, block addresses, metadata, ranges.
 
 Everything is row-major ``[rows, D]`` in natural channel order; a packed row is ``D/8`` 16-bit
-halves (``layout``). Block addresses count 16-bit units.
+halves (``layout``). Block addresses count 16-bit units. FORM is what a row's metadata are
+(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT one half of two bytes, SCALE one half. Every
+form is read as ``values * step + lo``: the values are the codes, or the levels of ``codec_lloyd``.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .codec_lloyd import INNER, OUTER, THRESHOLD
+
+AFFINE, COMPACT, SCALE = map(tl.constexpr, range(3))
+FORMS = {"affine": 0, "compact": 1, "scale": 2}
 ROUND_MAGIC = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds |x| < 2^22 to even, as rint does
 FP16_MAX = tl.constexpr(65504.0)
+_INNER, _OUTER, _THRESHOLD = map(tl.constexpr, (INNER, OUTER, THRESHOLD))
 
 
 def interpreted() -> bool:
@@ -35,34 +42,150 @@ def unpack_codes(halves, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def head_base(slot, head, Hk: tl.constexpr, D: tl.constexpr):
+def head_base(slot, head, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr):
     """Offset of one head's block of ``slot`` [n] int64, 16-bit units -> [n] int64."""
-    return ((slot // 16) * Hk + head) * (4 * D + 64)
+    META: tl.constexpr = 4 if FORM == AFFINE else 2
+    return ((slot // 16) * Hk + head) * (4 * D + 16 * META)
 
 
 @triton.jit
-def half_offsets(slot, head, KV: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr):
+def half_offsets(
+    slot, head, KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
+):
     """Offsets of the D/8 halves of K (KV=0) or V (KV=1) rows of ``slot`` [n] -> [n, D/8] int64."""
     CH: tl.constexpr = 8 if D >= 64 else D // 8  # halves of a chunk
     i = tl.arange(0, D // 8)
     chunk = KV * (D // 8 // CH) + i // CH
     token = (slot % 16).to(tl.int32)
     inner = (chunk[None, :] * 16 + token[:, None]) * CH + (i % CH)[None, :]
-    return head_base(slot, head, Hk, D)[:, None] + inner
+    return head_base(slot, head, FORM, Hk, D)[:, None] + inner
 
 
 @triton.jit
-def meta_offset(slot, head, KV: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr):
-    """Offset of a K or V row's ``step``; ``lo`` follows it -> [n] int64."""
-    return head_base(slot, head, Hk, D) + 4 * D + (slot % 16) * 4 + 2 * KV
+def meta_offset(
+    slot, head, KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
+):
+    """Offset of the first half of a K or V row's metadata -> [n] int64."""
+    META: tl.constexpr = 4 if FORM == AFFINE else 2
+    return head_base(slot, head, FORM, Hk, D) + 4 * D + (slot % 16) * META + META // 2 * KV
 
 
 @triton.jit
-def load_meta(blocks, offset, mask):
-    """(step, lo) of rows as float32 [n]; masked rows read as 0, so stale bytes never matter."""
-    step = tl.load(blocks + offset, mask=mask, other=0).to(tl.float16, bitcast=True)
-    lo = tl.load(blocks + offset + 1, mask=mask, other=0).to(tl.float16, bitcast=True)
-    return step.to(tl.float32), lo.to(tl.float32)
+def load_meta(
+    blocks, grid, slot, ok, head,
+    KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """(step, lo) of rows as float32 [n]; masked rows are finite whatever stale bytes they hold.
+
+    grid: the layer's ``LayerParams.grid``, read by COMPACT only.
+    """
+    at = blocks + meta_offset(slot, head, KV, FORM, Hk, D)
+    half = tl.load(at, mask=ok, other=0)
+    if FORM == COMPACT:
+        step, lo = from_bytes(
+            (half & 255).to(tl.float32), (half >> 8).to(tl.float32), grid, head, KV
+        )
+    else:
+        step = half.to(tl.float16, bitcast=True).to(tl.float32)
+        if FORM == AFFINE:
+            lo = tl.load(at + 1, mask=ok, other=0).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            lo = tl.zeros_like(step)
+    return step, lo
+
+
+@triton.jit
+def load_row(
+    blocks, grid, slot, ok, head,
+    KV: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``slot`` [ROWS] as (values [ROWS, D] float32, step, lo [ROWS] float32); values are
+    exact in FP16."""
+    halves = tl.load(blocks + half_offsets(slot, head, KV, FORM, Hk, D), ok[:, None], 0)
+    step, lo = load_meta(blocks, grid, slot, ok, head, KV, FORM, Hk, D)
+    codes = unpack_codes(halves, ROWS, D)
+    if FORM == SCALE:
+        size = tl.where((codes == 1) | (codes == 2), _INNER, _OUTER)
+        values = tl.where(codes < 2, -size, size)
+    else:
+        values = codes.to(tl.float32)
+    return values, step, lo
+
+
+@triton.jit
+def _grid_of(grid, head, KV: tl.constexpr):
+    at = grid + (head * 2 + KV) * 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def from_bytes(step_byte, lo_byte, grid, head, KV: tl.constexpr):
+    """``codec_compact.decode_meta``: bytes as float32 [n] -> step, lo."""
+    step_log2, lo_first, lo_step = _grid_of(grid, head, KV)
+    return tl.exp2(step_log2 + step_byte / 16.0), lo_first + lo_byte * lo_step
+
+
+@triton.jit
+def to_bytes(step, lo, grid, head, KV: tl.constexpr):
+    """``codec_compact.encode_meta``: step, lo [n] -> bytes as float32."""
+    step_log2, lo_first, lo_step = _grid_of(grid, head, KV)
+    octaves = (tl.log2(tl.maximum(step, 1.1754944e-38)) - step_log2) * 16.0
+    offset = tl.div_rn(lo - lo_first, tl.zeros_like(lo) + lo_step)
+    return _to_byte(octaves), _to_byte(offset)
+
+
+@triton.jit
+def _to_byte(x):
+    return (tl.minimum(tl.maximum(x, 0.0), 255.0) + ROUND_MAGIC) - ROUND_MAGIC
+
+
+@triton.jit
+def storable(step, lo, grid, head, KV: tl.constexpr, FORM: tl.constexpr):
+    """Affine (step, lo) rounded to what can be stored, float32."""
+    if FORM == COMPACT:
+        step_byte, lo_byte = to_bytes(step, lo, grid, head, KV)
+        step, lo = from_bytes(step_byte, lo_byte, grid, head, KV)
+    else:
+        step, lo = to_fp16(step), to_fp16(lo)
+    return step, lo
+
+
+@triton.jit
+def to_fp16(x):
+    """Nearest finite FP16 value, as float32."""
+    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def store_meta(
+    blocks, grid, slot, ok, head, step, lo,
+    KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Write storable (step, lo) [n]; SCALE has no lo."""
+    at = blocks + meta_offset(slot, head, KV, FORM, Hk, D)
+    if FORM == COMPACT:
+        step_byte, lo_byte = to_bytes(step, lo, grid, head, KV)
+        pair = step_byte.to(tl.int32) | (lo_byte.to(tl.int32) << 8)
+        tl.store(at, pair.to(tl.uint16), ok)
+    else:
+        tl.store(at, step.to(tl.float16).to(tl.uint16, bitcast=True), ok)
+        if FORM == AFFINE:
+            tl.store(at + 1, lo.to(tl.float16).to(tl.uint16, bitcast=True), ok)
+
+
+@triton.jit
+def row_scale(y, D: tl.constexpr):
+    """``codec.value_range`` of rule rms, ratio 1: y [n, D] float32 -> scale [n], FP16 values."""
+    return to_fp16(tl.sqrt_rn(tl.sum(y * y, 1) / D))
+
+
+@triton.jit
+def nearest_level(y, scale):
+    """Codes of ``codec_lloyd``: y [n, D], scale [n] -> int32 [n, D]."""
+    safe = tl.where(scale > 0, scale, 1.0)[:, None]
+    unit = tl.where((scale > 0)[:, None], tl.div_rn(y, safe + tl.zeros_like(y)), 0.0)
+    above = (unit > -_THRESHOLD).to(tl.int32) + (unit > 0).to(tl.int32)
+    return above + (unit > _THRESHOLD).to(tl.int32)
 
 
 @triton.jit
@@ -100,10 +223,7 @@ def row_range(y, ratio, rank, RANK_RULE: tl.constexpr, D: tl.constexpr):
         mid = bottom + span * 0.5
         low = mid - half
         high = mid + half
-    step = tl.div_rn(high - low, 3.0)
-    step = tl.minimum(tl.maximum(step, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
-    lo = tl.minimum(tl.maximum(low, -FP16_MAX), FP16_MAX).to(tl.float16).to(tl.float32)
-    return step, lo
+    return to_fp16(tl.div_rn(high - low, 3.0)), to_fp16(low)
 
 
 @triton.jit

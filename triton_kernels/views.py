@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from .codec import CodecSpec, LayerParams
-from .layout import BLOCK, WindowLayout
+from .layout import WindowLayout
+from .tile import FORMS
 
 
 class LayerView(NamedTuple):
@@ -38,6 +39,16 @@ class LayerView(NamedTuple):
         return self.sink_k.shape[3]
 
     @property
+    def form(self) -> int:
+        """Which metadata the kernels read (``tile.FORMS``)."""
+        return FORMS[self.spec.meta]
+
+    @property
+    def grid(self) -> torch.Tensor:
+        """``LayerParams.grid``; any tensor where the codec has none and nobody reads it."""
+        return self.params.r_k if self.params.grid is None else self.params.grid
+
+    @property
     def windows(self) -> WindowLayout:
         return WindowLayout(self.sink_k.shape[1], self.ring_k.shape[1])
 
@@ -56,9 +67,8 @@ def layer_view(seg, layer: int) -> LayerView:
         seg.sinks.k[layer],
         seg.sinks.v[layer],
     )
-    expected = (seg.history.layout.kv_heads, BLOCK * (4 * view.head_dim // 8 + 8))
-    if seg.history.layout.meta_fields != 4 or view.blocks.shape[1:] != expected:
-        raise ValueError(f"the kernels read 4 metadata fields a row, got {seg.history.layout}")
+    if seg.history.layout != seg.spec.layout(view.kv_heads, view.head_dim):
+        raise ValueError(f"codec {seg.spec.name} does not fill blocks of {seg.history.layout}")
     tensors = [t for t in (*view.params, *view[2:]) if t is not None]
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("the kernels address contiguous caches and codec matrices")

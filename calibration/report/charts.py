@@ -7,7 +7,7 @@ from typing import Any
 
 from .svg import Canvas, Labels, decades, layer_ticks, linear, log
 
-_OURS = ("feedback", "aligned")
+_OURS = ("feedback", "accurate", "compact", "aligned")
 _SERVED = ("oscar", "lloyd", "omni")
 _BIT_TICKS = [(b, f"{b:g}") for b in (2, 2.5, 3, 4, 6, 8)]
 _KL_FLOOR = 1e-4

@@ -13,6 +13,7 @@ _GRADES = (
     (0.2, "a lot"),
     (float("inf"), "too much to serve"),
 )
+_OURS = ("feedback", "accurate", "compact", "accurate-compact", "aligned")
 _MUCH_BETTER = 0.9  # of the KL: worth a sentence
 
 
@@ -67,7 +68,7 @@ def _rivals(best: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         for r in rows
         if r["bits"] <= best["bits"] + 0.01
         and "@" not in r["codec"]
-        and not r["method"].startswith(("feedback", "aligned", best["method"]))
+        and r["method"] not in (*_OURS, best["method"])
     ]
     if not others:
         return []
@@ -81,11 +82,7 @@ def _rivals(best: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _accurate(best: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    better = [
-        r
-        for r in rows
-        if r["codec"].startswith("feedback-") and r["kl"] < _MUCH_BETTER * best["kl"]
-    ]
+    better = [r for r in rows if r["codec"] in _OURS and r["kl"] < _MUCH_BETTER * best["kl"]]
     if not better:
         return []
     row = min(better, key=lambda r: r["kl"])

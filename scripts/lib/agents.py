@@ -11,7 +11,8 @@ Elsewhere the yardstick is how far a foreign session's context moves
 the logits; a difference is then
 
     tie      KL far below foreign, and the two tokens were almost equally likely
-    drift    KL far below foreign: another mix of exact and 2-bit rows
+    drift    KL far below foreign: another mix of exact and 2-bit rows; or further away, where one
+             request alone is moved as far by caching more or less of the same tokens
     corrupt  anything else
 """
 
@@ -69,6 +70,11 @@ class Difference:
 
     kl     lower bound of KL(alone || together) from the top tokens
     gap    between the best token alone and the one chosen together (None: not among the top)
+
+    Of a large difference (see ``probe``):
+
+    nearest  smallest KL from any way of caching the same tokens to what was seen together
+    widest   largest KL between two such ways
     """
 
     session: int
@@ -77,19 +83,27 @@ class Difference:
     kl: float
     gap: float | None
     comparable: bool = False
+    nearest: float | None = None
+    widest: float | None = None
 
     def kind(self, foreign: float) -> str:
-        if self.gap is None or self.kl > FOREIGN_SHARE * foreign:
-            return "corrupt"
-        return "tie" if self.gap <= TIE_NATS else "drift"
+        limit = FOREIGN_SHARE * foreign
+        if self.gap is not None and self.kl <= limit:
+            return "tie" if self.gap <= TIE_NATS else "drift"
+        if self.nearest is not None and (self.nearest <= limit or self.widest >= self.kl):
+            return "drift"
+        return "corrupt"
 
 
-def plan(w: Workload) -> list[list[Turn]]:
-    """The sessions of a workload."""
+def plan(w: Workload, text: list[int] | None = None) -> list[list[Turn]]:
+    """The sessions of a workload: of random tokens, or of pieces of ``text``."""
     rng = random.Random(w.seed)
 
     def tokens(n: int) -> list[int]:
-        return [rng.randrange(3, w.vocab) for _ in range(n)]
+        if text is None:
+            return [rng.randrange(3, w.vocab) for _ in range(n)]
+        start = rng.randrange(len(text) - n + 1)
+        return text[start : start + n]
 
     systems = [tokens(w.system_tokens) for _ in range(w.systems)]
     sessions = []
@@ -172,26 +186,51 @@ def compare(
     return None, noise
 
 
+def probe(client: Client, found: Difference, together: Turn, alone: dict, top: int) -> Difference:
+    """``found`` with ``nearest`` and ``widest``: the same tokens, one request at a time, with none
+    to nearly all of them cached before."""
+    ids = together.prompt + together.answer[: found.token]
+    ways = [alone]
+    for cached in (0, len(ids) // 4, len(ids) // 2, 3 * len(ids) // 4, len(ids) - 4):
+        client.flush()
+        if cached > 0:
+            client.generate(ids[:cached])
+        ways += ask(client, Turn([], 1, None, prompt=ids), top)[1]
+    nearest = min(kl_bound(w, together.top[found.token]) for w in ways)
+    widest = max(kl_bound(a, b) for a, b in itertools.permutations(ways, 2))
+    return replace(found, nearest=nearest, widest=widest)
+
+
 def simulate(
-    client: Client, w: Workload, concurrency: int, say: Callable[[str], None] = lambda _: None
+    client: Client,
+    w: Workload,
+    concurrency: int,
+    say: Callable[[str], None] = lambda _: None,
+    text: list[int] | None = None,
 ) -> dict:
     """Run a workload, then every session alone on an empty cache; a JSON-ready report."""
-    sessions = plan(w)
+    sessions = plan(w, text)
     client.flush()
     with ThreadPoolExecutor(concurrency) as pool:
         list(pool.map(lambda turns: run_session(client, turns, w.top), sessions))
     say(f"{w.sessions} sessions together: done")
+    foreign = foreign_kl(sessions)
     differences, noise = [], {True: [], False: []}
     for s, turns in enumerate(sessions):
         client.flush()
-        comparable = True
+        comparable, large = True, []
         for t, turn in enumerate(turns):
             answer, top, cached = ask(client, turn, w.top)
             comparable &= cached == turn.cached
             difference, kls = compare(s, t, turn, answer, top)
             noise[comparable] += kls
             if difference:
-                differences.append(replace(difference, comparable=comparable))
+                difference = replace(difference, comparable=comparable)
+                if difference.kind(foreign) == "corrupt":
+                    large.append((difference, turn, top[difference.token]))
+                else:
+                    differences.append(difference)
+        differences += [probe(client, *found, w.top) for found in large]
         say(f"session {s} alone: {sum(d.session == s for d in differences)} turns differ")
     client.flush()
     return report(w, concurrency, sessions, differences, noise)
@@ -208,6 +247,8 @@ def report(w, concurrency, sessions, differences, noise) -> dict:
     prompt = sum(len(t.prompt) for turns in sessions for t in turns)
     foreign = foreign_kl(sessions)
     kinds = [d.kind(foreign) for d in differences]
+    # Later turns of a session contain the answers of earlier ones, also those that differ.
+    first = {d.session: d for d in sorted(differences, key=lambda d: -d.turn)}
     return {
         "workload": asdict(w),
         "concurrency": concurrency,
@@ -220,6 +261,8 @@ def report(w, concurrency, sessions, differences, noise) -> dict:
         "kl_of_agreeing_tokens": spread(noise[False]),
         "kl_of_comparable_tokens": spread(noise[True]),
         "kl_of_foreign_sessions": foreign,
+        "differing_sessions": len(first),
+        "kl_at_first_differing_token": spread([d.kl for d in first.values()]),
         **{kind: kinds.count(kind) for kind in ("tie", "drift", "corrupt")},
         "differences": [
             {**asdict(d), "kind": kind} for d, kind in zip(differences, kinds, strict=True)

@@ -1,5 +1,7 @@
 """One process, no scheduler: SGLang's ModelRunner on the int2 pool, fed hand-made batches.
 
+With ``artifact=None`` it runs on SGLang's own cache instead, for comparison.
+
 Gives tests what HTTP hides: full logits, chosen slots and request rows, forced tokens.
 """
 
@@ -40,23 +42,24 @@ class Runner:
 
         load_plugins()
         self.device = torch.device("cuda" if has_gpu() else "cpu")
+        cache = dict(kv_cache_dtype="int2", oscar_artifact=str(artifact))
+        if artifact is None:
+            cache = {} if has_gpu() else dict(attention_backend="torch_native")
         args = ServerArgs(
             model_path=str(model_dir),
             device=self.device.type,
             dtype="bfloat16" if has_gpu() else "float32",
-            kv_cache_dtype="int2",
-            oscar_artifact=str(artifact),
             disable_cuda_graph=True,
             max_total_tokens=max_total_tokens,
             max_running_requests=rows - 1,
-            **flags,
+            **(cache | flags),
         )
         set_global_server_args_for_scheduler(args)
         one_batch.get_tokenizer = lambda *_args, **_kwargs: None  # token ids only
         loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = loaded.torch_runner
         self.pool = self.runner.token_to_kv_pool
-        self.segments = self.pool.segments
+        self.segments = getattr(self.pool, "segments", None)
         self.req_pool = self.runner.req_to_token_pool
         self.next_slot = 1
 

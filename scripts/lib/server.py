@@ -34,7 +34,7 @@ class Client:
         )
         with urllib.request.urlopen(request, timeout=timeout) as response:
             text = response.read().decode()
-        return json.loads(text) if text[:1] in "[{" else text
+        return json.loads(text) if text.startswith(("[", "{")) else text
 
     def generate(self, ids: list[int], new_tokens: int = 1, **options) -> dict:
         """Greedy ``/generate`` on token ids."""
@@ -56,6 +56,25 @@ class Client:
             except urllib.error.HTTPError:
                 time.sleep(0.1)
         raise TimeoutError("/flush_cache was refused for 10 s")
+
+    def answers(self) -> bool:
+        """Whether anything listens: a little later than the log says so."""
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def load(self) -> dict:
+        """Requests and tokens in use now; tokens of the prefix cache are not in use."""
+        return self.request("/v1/loads?include=core")["loads"][0]
+
+    def abort_all(self) -> None:
+        """Abort every request and wait until none is left."""
+        self.request("/abort_request", {"rid": "", "abort_all": True})
+        for _ in range(600):
+            load = self.load()
+            if not load["num_running_reqs"] + load["num_waiting_reqs"]:
+                return
+            time.sleep(0.1)
+        raise TimeoutError("requests were still running 60 s after /abort_request")
 
 
 class Server(Client):
@@ -90,7 +109,7 @@ class Server(Client):
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server exited with {self.process.returncode}:\n{self.tail()}")
-            if "The server is fired up" in self.log.read_text(errors="replace"):
+            if "The server is fired up" in self.log.read_text(errors="replace") and self.answers():
                 return self
             time.sleep(0.3)
         self.__exit__()

@@ -16,7 +16,7 @@ if INTERPRET:
 import triton.experimental.gluon.language  # noqa: E402, F401  the interpreter loads it late
 
 from oscar_sglang.kernels import codec, layout, reference  # noqa: E402
-from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout  # noqa: E402
+from oscar_sglang.kernels.layout import WindowLayout  # noqa: E402
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore  # noqa: E402
 
 for file in sorted(Path(layout.__file__).parent.glob("*.py")):
@@ -58,15 +58,23 @@ def orthogonal(heads: int, dim: int, device) -> torch.Tensor:
     return q.float().contiguous().to(device)
 
 
-def feedback_factor(heads: int, dim: int, device) -> torch.Tensor:
-    """A factor as ``calibration.fit`` makes it, from a random query metric."""
+def codec_params(spec: codec.CodecSpec, heads: int, dim: int, device) -> codec.LayerParams:
+    """Parameters as ``calibration.fit`` makes them, from a random query metric; the grid holds
+    rows whose mean is 0.5 and deviation 1."""
     a = torch.randn(heads, dim, dim, dtype=torch.float64) / dim**0.5
     metric = a @ a.transpose(-1, -2)
     trace = metric.diagonal(dim1=-2, dim2=-1).mean(-1)
     metric += 0.05 * trace[:, None, None] * torch.eye(dim, dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(metric)).transpose(-1, -2)
     unit = upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]
-    return unit.triu(1).float().contiguous().to(device)
+    made = {
+        "r_k": orthogonal(heads, dim, device),
+        "r_v": orthogonal(heads, dim, device),
+        "factor": unit.triu(1).float().contiguous().to(device),
+        "metric": metric.float().to(device),
+        "grid": torch.tensor([[-7.9, -6.1, 0.047], [-8.2, -7.3, 0.053]]).repeat(heads, 1, 1),
+    }
+    return codec.LayerParams(**{n: made[n].to(device) for n in spec.tensors(dim)})
 
 
 class Lab:
@@ -82,16 +90,12 @@ class Lab:
         self.lens, self.page = list(lens), page
         self.windows = WindowLayout(n_sink, n_recent)
         spec = codec.CODECS[codec_name]
-        params = codec.LayerParams(
-            orthogonal(kv_heads, dim, device),
-            orthogonal(kv_heads, dim, device),
-            feedback_factor(kv_heads, dim, device) if spec.k_feedback else None,
-        )
+        params = codec_params(spec, kv_heads, dim, device)
         rows, longest = len(lens) + 2, max([*lens, 1])
         self.max_context = -(-(longest + 32) // page) * page
         pages = len(lens) * self.max_context // page
         slots = first_slot_block * 16 + (pages + 1) * page
-        layout = HistoryLayout(kv_heads, dim)
+        layout = spec.layout(kv_heads, dim)
         self.seg = reference.Segments(
             spec,
             [params],

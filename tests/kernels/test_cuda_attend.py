@@ -23,9 +23,11 @@ def test_compiles_without_a_toolkit(dim, arch, paged, tmp_path, monkeypatch):
     shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
     common = (KERNELS / "common.cu").read_text()
-    store = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": 1}
-    for file, extra in (("attend.cu", attend), ("merge.cu", {"ROWS": 4}), ("store.cu", store)):
-        source = common + (KERNELS / file).read_text()
+    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": 1}
+    merge = codes | {"MERGE_ROWS": 4}
+    for file, extra in (("attend.cu", attend), ("merge.cu", merge), ("store.cu", codes)):
+        rows = "" if file == "attend.cu" else (KERNELS / "rows.cu").read_text()
+        source = common + rows + (KERNELS / file).read_text()
         first = nvrtc.compile_cubin(source, arch, shape | extra, file)
         monkeypatch.setattr(nvrtc, "_compile", None)  # the second time comes from disk
         assert nvrtc.compile_cubin(source, arch, shape | extra, file) == first
@@ -152,3 +154,49 @@ def test_one_graph_serves_changing_lengths(lab, rms):
                 assert rms(out[b], x.attention(b, q[b : b + 1], s, scale)[0][0]) < 4e-3
             else:
                 assert (out[b] == 0).all()
+
+
+@gpu
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_codes_written_beside_merge(lab, batch):
+    """Layers replayed as one graph: bit-equal to store, attend and merge one after another."""
+    from oscar_sglang.kernels.decode import DecodeAttention
+    from oscar_sglang.kernels.store import store
+    from oscar_sglang.kernels.views import TokenBatch
+
+    layers, lens = 4, [700 + 13 * b for b in range(batch)]
+    x = lab(lens=lens, kv_heads=8, group=4, dim=128, n_sink=64, n_recent=256)
+    x.fill(lens)
+    step = DecodeAttention(
+        heads=32, kv_heads=8, head_dim=128, dtype=x.dtype, windows=x.windows, page_size=16,
+        max_batch=batch, device=x.device,
+    ).step(batch)  # fmt: skip
+    last = torch.tensor(lens, device=x.device)
+    slots = x.req_to_token[x.rows, last].long()
+    where = TokenBatch(x.rows, last, last + 1, slots, torch.full_like(slots, -1))
+    inputs = [[x.random(batch, n) for n in (32, 8, 8)] for _ in range(layers)]
+    outs = torch.empty(layers, batch, 32, 128, device=x.device, dtype=x.dtype)
+    view, recent_start = x.view(), x.seg.windows.recent_start
+
+    def overlapping():
+        step.plan(x.rows, last + 1, recent_start)
+        for i in range(layers):
+            step.layer(view, where, *inputs[i], x.req_to_token, outs[i], scale=128**-0.5)
+
+    overlapping()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overlapping()
+    q_rot = torch.empty(batch, 32, 128, device=x.device)
+    for _ in range(20):
+        for tensors in inputs:
+            for t in tensors:
+                t.normal_()
+        outs.fill_(float("nan"))
+        graph.replay()
+        got = outs.clone(), x.seg.history.blocks[0].clone()
+        assert not outs.isnan().any()
+        for i in range(layers):
+            store(view, where, *inputs[i], q_rot)
+            step(view, q_rot, x.req_to_token, outs[i], scale=128**-0.5)
+        assert torch.equal(got[0], outs) and torch.equal(got[1], x.seg.history.blocks[0])

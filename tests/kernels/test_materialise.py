@@ -8,10 +8,12 @@ from oscar_sglang.kernels.materialise import materialise
 
 
 @pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("dim", [32, 64])
-def test_ranges(lab, page, dim):
+@pytest.mark.parametrize(
+    "dim,codec_name", [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact")]
+)
+def test_ranges(lab, page, dim, codec_name):
     lens = (90, 10, 47)
-    x = lab(lens=lens, dim=dim, page=page, n_sink=9, n_recent=19)
+    x = lab(lens=lens, dim=dim, page=page, n_sink=9, n_recent=19, codec_name=codec_name)
     x.fill(lens)
     starts, counts = [3, 0, 5], [80, 0, 33]
     ends = [x.hist_end(b, n) for b, n in enumerate(lens)]

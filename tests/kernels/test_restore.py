@@ -8,12 +8,14 @@ from oscar_sglang.kernels.accumulate import accumulate
 from oscar_sglang.kernels.restore import restore_sinks
 
 
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize(
+    "dim,codec_name", [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact")]
+)
 @pytest.mark.parametrize("n_sink", [5, 33])
-def test_restore_equals_the_reference(lab, dim, n_sink):
+def test_restore_equals_the_reference(lab, dim, codec_name, n_sink):
     """Hits and misses (the lab's sink cache has 61 rows, so later requests evict earlier ones)."""
     lens = (60, 40, 3, 20)
-    x = lab(lens=lens, dim=dim, n_sink=n_sink, n_recent=8)
+    x = lab(lens=lens, dim=dim, n_sink=n_sink, n_recent=8, codec_name=codec_name)
     x.fill(lens)
     prefix = torch.tensor([60, 37, 2, 20], device=x.device)
     started = torch.tensor([True, True, True, False], device=x.device)
@@ -59,22 +61,3 @@ def test_accumulate_equals_merge(device, heads):
     accumulate(out, lse, b.out.to(device), transposed)
     assert torch.allclose(out.cpu(), want.out, atol=1e-5)
     assert torch.allclose(lse.cpu(), want.lse, atol=1e-5)
-
-
-def test_accumulate_indexed_parts(device):
-    """Three parts of two tokens, scattered, and one that is empty."""
-    out, lse = torch.randn(7, 2, 32), torch.randn(7, 2)
-    lse[5], out[5] = -torch.inf, torch.nan
-    first, step, parts = [0, 3], [2, 1], 3
-    got = reference.Partial.empty(2, 2, 32, "cpu")
-    acc, acc_lse = got.out.to(device), got.lse.to(device)
-    index = (torch.tensor(x, dtype=torch.int32, device=device) for x in (first, step))
-    accumulate(acc, acc_lse, out.to(device), lse.to(device), *index, parts)
-    for t in range(2):
-        want = reference.Partial.empty(1, 2, 32, "cpu")
-        for i in range(parts):
-            row = first[t] + i * step[t]
-            part = reference.Partial(out[row : row + 1].nan_to_num(), lse[row : row + 1])
-            want = reference.merge(want, part)
-        assert torch.allclose(acc[t].cpu(), want.out[0], atol=1e-5)
-        assert torch.allclose(acc_lse[t].cpu(), want.lse[0], atol=1e-5)

@@ -57,6 +57,14 @@ def assert_codes(x, y, rows, spec_range, factor, allow=0.02):
     assert (codes == want_codes).all(-1).float().mean() > 1 - allow
 
 
+def assert_rows(got, want, allow=0.03):
+    """All but a few rows are the reference's byte for byte; float32 rounding of the rotation puts
+    a number on the other side of a tie now and then."""
+    assert got.meta.dtype == want.meta.dtype
+    same = (got.packed == want.packed).all(-1) & (got.meta == want.meta).all(-1)
+    assert same.float().mean() > 1 - allow
+
+
 @pytest.fixture(params=["cuda", "triton"])
 def triton_only(request, device):
     """Both forms on a GPU (head_dims without a CUDA form take the Triton one either way)."""
@@ -68,7 +76,7 @@ def triton_only(request, device):
 SPANS = [(0, 0, 40), (1, 20, 21), (2, 3, 20)]
 
 
-@pytest.mark.parametrize("codec_name", ["feedback", "aligned", "oscar"])
+@pytest.mark.parametrize("codec_name", codec.CODECS)
 @pytest.mark.parametrize(
     "dim,page", [(16, 1), (64, 16), pytest.param(128, 16, marks=pytest.mark.gpu)]
 )
@@ -82,8 +90,11 @@ def test_store_matches_the_reference(lab, rms, triton_only, codec_name, dim, pag
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
     assert rms(q_rot, codec.rotate(q, params.r_k)) < 3e-5  # queries: two 16-bit parts of R
     k_rows, v_rows = x.seg.history.read(0, tokens.slots)
-    assert_codes(x, k_rot, k_rows, x.seg.spec.k_range, params.factor)
-    assert_codes(x, v_rot, v_rows, x.seg.spec.v_range, None)
+    for rows, y, encode in ((k_rows, k_rot, codec.encode_k), (v_rows, v_rot, codec.encode_v)):
+        assert_rows(rows, encode(x.seg.spec, params, y))
+    if x.seg.spec.meta == "affine" and x.seg.spec.search != "accurate":
+        assert_codes(x, k_rot, k_rows, x.seg.spec.k_range, params.factor)
+        assert_codes(x, v_rot, v_rows, x.seg.spec.v_range, None)
     for i in range(58):
         row, pos, end = int(tokens.rows[i]), int(tokens.positions[i]), int(tokens.ends[i])
         w = x.seg.windows
@@ -157,7 +168,7 @@ def test_queries_can_be_skipped(lab, triton_only):
     assert torch.equal(x.seg.history.blocks[0], blocks)
 
 
-@pytest.mark.parametrize("codec_name", ["feedback", "oscar"])
+@pytest.mark.parametrize("codec_name", ["feedback", "oscar", "lloyd", "accurate-compact"])
 @pytest.mark.parametrize(
     "value", [0.0, 1.0, 65504.0, -65504.0, 1e-40, 1e-7], ids=lambda v: f"{v:g}"
 )
@@ -167,15 +178,13 @@ def test_degenerate_rows_stay_finite(lab, triton_only, codec_name, value):
     q, k, v = (torch.full_like(t, value) for t in fused_qkv(x, 2))
     k[1, :, ::2] *= -1
     store(x.view(), tokens, q, k, v, torch.empty_like(q, dtype=torch.float32), triton_only)
-    rows = x.seg.history.read(0, tokens.slots)
-    for r in rows:
-        assert r.meta.isfinite().all()
-        assert codec.decode_rows(r).isfinite().all()
-    params = x.seg.params[0]
-    want = codec.encode_v(x.seg.spec, codec.rotate(v, params.r_v))
-    assert (codec.decode_rows(rows[1]) - codec.decode_rows(want)).abs().max() <= 4 * (
-        want.meta[..., 0].float().abs().max() + 1e-6
-    )
+    spec, params = x.seg.spec, x.seg.params[0]
+    k_hat, v_hat = reference.read_history(x.seg, 0, tokens.slots)
+    assert k_hat.isfinite().all() and v_hat.isfinite().all()
+    v_rot = codec.rotate(v, params.r_v)
+    want = codec.decode_v(spec, params, codec.encode_v(spec, params, v_rot))
+    step = codec.value_range(v_rot, spec.v_range)[..., 0].float().abs().max()
+    assert (v_hat - want).abs().max() <= 4 * (step + 1e-6)
 
 
 def test_rows_do_not_depend_on_their_batch(lab, triton_only):

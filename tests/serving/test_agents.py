@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import Turn, Workload, compare, kl_bound, plan, report, simulate
+from agents import Turn, Workload, compare, kl_bound, plan, probe, report, simulate
 from safetensors.torch import load_file, save_file
 from server import Server
 from tiny_models import VOCAB, qwen3
@@ -30,6 +30,8 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
     flags += ["--chunked-prefill-size", "64", "--oscar-debug-tags"]
     flags += ["--oscar-sink-cache-tokens", "512"]  # as many as slots: no collisions
     flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32"]
+    # As many cached tokens must mean the same rows: recomputing would hide what was evicted.
+    flags += ["--oscar-prefix-window", "reuse"]
     # Nothing is shared, evicted or abandoned: most turns see the same exact and coded rows.
     same = Workload(sessions=4, systems=4, system_tokens=8, turn_tokens=(4, 12), hangups=0)
     same = replace(same, answer_tokens=(4, 12), top=VOCAB)
@@ -63,6 +65,48 @@ def test_kl_bound():
     assert kl_bound(a, b) == pytest.approx(0.8 * math.log(2) + 0.2 * math.log(0.2 / 0.6))
     other = {7: math.log(0.9), 8: math.log(0.01)}
     assert kl_bound(a, other) > 1
+
+
+class Recorded:
+    """A server whose answer to a prompt is a fixed list of log-probabilities."""
+
+    def __init__(self, answers: list[dict[int, float]]) -> None:
+        self.answers = answers
+
+    def flush(self) -> None:
+        pass
+
+    def generate(self, ids, new_tokens=1, **options):
+        if not options:
+            return None
+        step = [(value, token, None) for token, value in self.answers.pop(0).items()]
+        meta = {"output_top_logprobs": [step], "cached_tokens": 0}
+        return {"output_ids": [step[0][1]], "meta_info": meta}
+
+
+SURE = {1: math.log(0.9), 2: math.log(0.05)}
+TURNED = {2: math.log(0.9), 1: math.log(0.05)}
+
+
+@pytest.mark.parametrize(
+    "ways, kind",
+    [
+        ([SURE] * 5, "corrupt"),  # nothing moves it, and yet the sessions differ
+        ([SURE, SURE, TURNED, SURE, SURE], "drift"),  # half of it cached gives the same
+    ],
+)
+def test_a_large_difference_is_probed(ways, kind):
+    turn = Turn([], 1, None, prompt=list(range(40)), answer=[2], top=[TURNED])
+    found, _ = compare(0, 0, turn, [1], [SURE])
+    assert found.kl > 1 and found.kind(foreign=5.0) == "corrupt"
+    assert probe(Recorded(list(ways)), found, turn, SURE, 2).kind(foreign=5.0) == kind
+
+
+def test_prompts_from_text():
+    text = list(range(1000, 3000))
+    for turns in plan(Workload(sessions=3, turn_tokens=(5, 9)), text):
+        for turn in turns[1:]:
+            assert turn.fresh == list(range(turn.fresh[0], turn.fresh[0] + len(turn.fresh)))
 
 
 def test_ties_and_foreign_content_are_told_apart():

@@ -14,7 +14,8 @@ from oscar_sglang.kernels.layout import WindowLayout
 pytestmark = pytest.mark.sglang
 
 COMMON = ("--dtype", "float32", "--max-running-requests", "8", "--max-total-tokens", "8192")
-INT2 = (*COMMON, "--kv-cache-dtype", "int2")
+# A prefix hit must not recompute anything: it is what these tests look at.
+INT2 = (*COMMON, "--kv-cache-dtype", "int2", "--oscar-prefix-window", "reuse")
 CHUNK = 512
 PROMPTS = (
     "The three laws of motion, in plain words, are",

@@ -88,6 +88,22 @@ CASES = {
         ["drop --speculative-algorithm"],
     ),
     "pipeline parallelism": ("llama", "good", ("--pp-size", "2"), {}, ["drop --pp-size"]),
+    "captured prefill": (
+        "llama",
+        "good",
+        ("--cuda-graph-backend-prefill", "tc_piecewise"),
+        {},
+        ["--cuda-graph-backend-prefill tc_piecewise", "disabled"],
+    ),
+    "captured prefill in JSON": (
+        "llama",
+        "good",
+        ("--cuda-graph-config", '{"prefill": {"backend": "full"}}'),
+        {},
+        ["--cuda-graph-backend-prefill full", "disabled"],
+    ),
+    "FlexKV": ("llama", "good", ("--enable-flexkv",), {}, ["drop --enable-flexkv"]),
+    "prefix window": ("llama", "good", ("--oscar-prefix-window", "some"), {}, ["'some'", "reuse"]),
     "page size 24": ("llama", "good", ("--page-size", "24"), {}, ["--page-size 24", "16"]),
     "page size on a CPU": (
         "llama",
@@ -119,6 +135,20 @@ CASES = {
         ["drop --attention-backend triton"],
     ),
     "unknown codec": ("llama", "good", ("--oscar-codec", "zip"), {}, ["zip", "feedback"]),
+    "unknown combination": (
+        "llama",
+        "good",
+        ("--oscar-codec", "lloyd-compact"),
+        {},
+        ["lloyd-compact", "accurate-compact"],
+    ),
+    "codec of another artifact": (
+        "llama",
+        "good",
+        ("--oscar-codec", "accurate"),
+        {},
+        ["holds codec 'feedback', asked for 'accurate'", "calibrate --codec accurate"],
+    ),
 }
 
 
@@ -185,6 +215,29 @@ def test_hybrid_linear_attention_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["hybrid"]))
     with pytest.raises(OscarError, match="linear-attention layers.*drop --kv-cache-dtype int2"):
         refuse_model(ModelConfig(str(tmp_path)))
+
+
+QUANTISED = {
+    "fp8": dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
+    "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
+    "gptq": dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True),
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_weights_are_nothing_to_the_cache(tmp_path, method):
+    """Accepted, and the same model to an artifact; such weights themselves need a GPU."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from oscar_sglang.refusals import refuse_model
+
+    plain = artifact.Fingerprint.of(tmp_path, LLAMA)
+    config = {**LLAMA, "quantization_config": QUANTISED[method]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelConfig(str(tmp_path))
+    assert model.quantization == method
+    refuse_model(model)
+    assert artifact.Fingerprint.of(tmp_path) == plain
 
 
 def test_wrong_sglang_version_is_refused(monkeypatch):

@@ -1,0 +1,170 @@
+"""Do the kernels agree with the reference on this machine? (``oscar-sglang doctor``)
+
+Small random requests are stored by the kernels and, apart, by the reference on the CPU; then one
+decode step over the kernels' own cache is compared with the reference's attention over it. So a
+wrong store and a wrong attend are told apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .kernels import reference
+from .kernels.codec import CODECS, LayerParams
+from .kernels.decode import DecodeAttention
+from .kernels.layout import HistoryLayout, WindowLayout
+from .kernels.plan import claim_sinks
+from .kernels.store import store
+from .kernels.stores import HistoryStore, SinkCache, WindowStore
+from .kernels.views import TokenBatch, layer_view
+
+# Rows whose codes or metadata differ may do so by a tie of float32 rounding: below 1% here.
+EQUAL_ROWS = 0.97
+# Relative RMS. Exact rows are BF16; attend multiplies in FP16 and writes BF16.
+WINDOW_ERROR = 8e-3
+ATTENTION_ERROR = 1e-2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is tried. The first request has a history of several blocks, the last none."""
+
+    head_dim: int = 128
+    kv_heads: int = 8
+    group: int = 4
+    lens: tuple[int, ...] = (700, 345, 40)
+    windows: WindowLayout = WindowLayout(64, 256)
+    page: int = 16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Shares and relative RMS errors of one comparison."""
+
+    equal_rows: float
+    window_error: float
+    attention_error: float
+
+    @property
+    def sound(self) -> bool:
+        return (
+            self.equal_rows >= EQUAL_ROWS
+            and self.window_error <= WINDOW_ERROR
+            and self.attention_error <= ATTENTION_ERROR
+        )  # a NaN fails
+
+    def __str__(self) -> str:
+        return (
+            f"{self.equal_rows:.2%} of rows store as the reference's (at least {EQUAL_ROWS:.0%}), "
+            f"exact rows within {self.window_error:.1e} (limit {WINDOW_ERROR:.0e}), "
+            f"attention within {self.attention_error:.1e} (limit {ATTENTION_ERROR:.0e})"
+        )
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.cpu().double(), want.cpu().double()
+    return float((got - want).norm() / want.norm())
+
+
+def _params(shape: Shape, g: torch.Generator) -> LayerParams:
+    matrices = torch.randn(
+        2, shape.kv_heads, shape.head_dim, shape.head_dim, generator=g, dtype=torch.float64
+    )
+    r_k, r_v = torch.linalg.qr(matrices)[0].float().contiguous()
+    factor = torch.randn(r_k.shape, generator=g) * 0.2 / shape.head_dim**0.5
+    return LayerParams(r_k, r_v, factor.triu(1) + torch.eye(shape.head_dim))
+
+
+class _Pool:
+    """One layer of a cache, and slots scattered page by page."""
+
+    def __init__(self, shape: Shape, params: LayerParams, table: torch.Tensor, device) -> None:
+        layout = HistoryLayout(shape.kv_heads, shape.head_dim)
+        rows, slots = table.shape[0], table.numel() + shape.page
+        self.shape, self.device, self.table = shape, device, table.to(device)
+        self.seg = reference.Segments(
+            CODECS["feedback"],
+            [params.to(device)],
+            HistoryStore(layout, 1, slots, device),
+            WindowStore(shape.windows, layout, 1, rows, torch.bfloat16, device),
+            SinkCache(layout, 1, slots, torch.bfloat16, device),
+        )
+
+    def batch(self, starts: list[int], ends: list[int]) -> reference.Batch:
+        rows = torch.arange(1, len(ends) + 1)
+        slots = torch.cat(
+            [self.table[r, a:b] for r, a, b in zip(rows.tolist(), starts, ends, strict=True)]
+        )
+        parts = (rows, torch.tensor(starts), torch.tensor(ends))
+        return reference.plan_batch(self.seg, *(x.to(self.device) for x in parts), slots)
+
+    def tokens(self, batch: reference.Batch) -> TokenBatch:
+        index, tag = torch.empty_like(batch.slots), self.seg.sinks.tag
+        claim = torch.full_like(tag, -1, dtype=torch.int32)
+        n_sink = self.shape.windows.n_sink
+        claim_sinks(tag, claim, batch.positions, batch.slots, n_sink, index)
+        return TokenBatch(batch.token_rows, batch.positions, batch.ends, batch.slots, index)
+
+
+def compare(device, triton_only: bool, shape: Shape = Shape()) -> Agreement:
+    """Store ``shape.lens`` less one token each, then one decode step, by kernels and reference."""
+    g = torch.Generator().manual_seed(0)
+    requests, longest = len(shape.lens), -(-max(shape.lens) // shape.page) * shape.page
+    pages = (requests + 1) * longest // shape.page
+    order = torch.randperm(pages, generator=g).view(requests + 1, -1, 1) + 1
+    table = (order * shape.page + torch.arange(shape.page)).flatten(1).int()
+    params = _params(shape, g)
+    ours, spec = (_Pool(shape, params, table, d) for d in (torch.device(device), "cpu"))
+    heads, cached = shape.kv_heads * shape.group, [n - 1 for n in shape.lens]
+
+    def random(tokens: int):
+        sizes = (heads, shape.kv_heads, shape.kv_heads)
+        rows = torch.randn(tokens, sum(sizes), shape.head_dim, generator=g) + 0.3
+        return rows.bfloat16().split(sizes, 1)
+
+    def to(pool: _Pool, rows):
+        return [x.to(pool.device) for x in rows]
+
+    rows = random(sum(cached))
+    batch = spec.batch([0] * requests, cached)
+    reference.store(spec.seg, 0, batch, *rows[1:])
+    begun = ours.batch([0] * requests, cached)
+    view = layer_view(ours.seg, 0)
+    store(view, ours.tokens(begun), *to(ours, rows), None, triton_only)
+    equal, windows = _stored(ours, spec, batch.slots)
+
+    rows = to(ours, random(requests))
+    batch = ours.batch(cached, list(shape.lens))
+    scratch = torch.empty(2, longest, shape.kv_heads, shape.head_dim, device=ours.device)
+    scale = shape.head_dim**-0.5
+    want = reference.attention(ours.seg, 0, batch, *rows, ours.table, scratch, scale)
+    attention = DecodeAttention(
+        heads=heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=torch.bfloat16,
+        windows=shape.windows, page_size=shape.page, max_batch=requests, device=ours.device,
+        triton_only=triton_only,
+    )  # fmt: skip
+    q_rot = torch.empty(rows[0].shape, device=ours.device)
+    out = torch.empty(rows[0].shape, dtype=torch.bfloat16, device=ours.device)
+    store(view, ours.tokens(batch), *rows, q_rot, triton_only)
+    step = attention.step(requests)
+    step.plan(batch.rows, batch.seq_lens, ours.seg.windows.recent_start)
+    step(view, q_rot, ours.table, out, scale=scale)
+    return Agreement(equal, windows, _error(out, want))
+
+
+def _stored(ours: _Pool, spec: _Pool, slots: torch.Tensor) -> tuple[float, float]:
+    """Share of equal history rows, largest error of the exact stores."""
+    equal = torch.ones(len(slots), spec.shape.kv_heads, dtype=torch.bool)
+    mine = ours.seg.history.read(0, slots.to(ours.device))
+    for got, want in zip(mine, spec.seg.history.read(0, slots), strict=True):
+        equal &= (got.packed.cpu() == want.packed).all(-1) & (got.meta.cpu() == want.meta).all(-1)
+    a, b = ours.seg, spec.seg
+    assert torch.equal(a.sinks.tag.cpu(), b.sinks.tag)
+    pairs = [(getattr(a.windows, n)[0], getattr(b.windows, n)[0]) for n in _WINDOWS]
+    pairs += [(a.sinks.k[0], b.sinks.k[0]), (a.sinks.v[0], b.sinks.v[0])]
+    return equal.float().mean().item(), max(_error(x, y) for x, y in pairs)
+
+
+_WINDOWS = ("sink_k", "sink_v", "recent_k", "recent_v")

@@ -1,0 +1,112 @@
+"""Run by serving/test_models.py in a process of its own: one import of SGLang, a fork per run.
+
+    python model_parity.py FOLDER FAMILY...
+
+Each family runs on SGLang's own cache, on int2 with windows that hold everything, and on int2 with
+small ones. Prints a JSON object: family -> error, or relative differences of logits and the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
+
+import inprocess  # noqa: E402
+import torch  # noqa: E402
+from tiny_models import FAMILIES, VOCAB, family  # noqa: E402
+
+from oscar_sglang import artifact as art  # noqa: E402
+
+RUNS = {"stock": None, "wide": (256, 256), "narrow": (4, 12)}
+
+
+def native_router() -> None:
+    """SGLang routes experts with GPU kernels; its own PyTorch form of them runs anywhere."""
+    from sglang.srt.layers.moe import topk
+
+    topk.fused_topk = topk.fused_topk_torch_native
+    topk.biased_grouped_topk = topk.biased_grouped_topk_impl
+
+
+def scenario(runner: inprocess.Runner) -> torch.Tensor:
+    """A prompt, a second chunk, a prefix hit in a mixed batch, decode steps: logits [n, vocab]."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (4, 120), generator=g).tolist()
+    a, b = runner.request(1), runner.request(2)
+    out = [runner.extend((a, ids[0][:60]), (b, ids[1][:5])), runner.extend((a, ids[0][60:90]))]
+    hit = runner.request(3, a, 70)
+    out.append(runner.extend((hit, ids[2][:9]), (b, ids[1][5:6])))
+    for step in range(4):
+        out.append(runner.decode((a, ids[3][step]), (b, ids[3][step + 10]), (hit, ids[2][step])))
+    return torch.cat(out)
+
+
+def run(folder: Path, windows: tuple[int, int] | None) -> dict:
+    flags, artifact = {}, None
+    if windows:
+        artifact = folder / "artifact.safetensors"
+        flags = dict(oscar_sink_tokens=windows[0], oscar_recent_tokens=windows[1])
+    runner = inprocess.Runner(
+        folder, artifact, skip_tokenizer_init=True, max_total_tokens=1024, rows=5, **flags
+    )
+    result = {"logits": scenario(runner).tolist()}
+    if windows:
+        stats, layers = runner.pool.stats(), runner.pool.layer_num
+        result |= {"layers": layers, "heads": runner.pool.head_num, "dim": runner.pool.head_dim}
+        result |= {k: stats[k] for k in ("bytes", "planned_bytes", "bits_per_element")}
+    return result
+
+
+def forked(function, *args) -> dict:
+    """The result of a child process; its errors as {"error": traceback}."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        os.dup2(2, 1)  # what SGLang prints
+        try:
+            result = function(*args)
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        with os.fdopen(write, "w") as out:
+            json.dump(result, out)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as source:
+        text = source.read()
+    os.waitpid(child, 0)
+    return json.loads(text or '{"error": "the child died"}')
+
+
+def compare(folder: Path) -> dict:
+    art.data_free(art.Fingerprint.of(folder), "feedback").save(folder / "artifact.safetensors")
+    found = {name: forked(run, folder, windows) for name, windows in RUNS.items()}
+    if errors := [f"{name}: {r['error']}" for name, r in found.items() if "error" in r]:
+        return {"error": "\n".join(errors)}
+    logits = {name: torch.tensor(r.pop("logits")) for name, r in found.items()}
+    stock = logits["stock"]
+    differences = {
+        name: ((logits[name] - stock).norm(dim=-1) / stock.norm(dim=-1)).tolist()
+        for name in ("wide", "narrow")
+    }
+    return {**differences, "pool": found["narrow"], "scale": stock.std(-1).tolist()}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    import sglang.benchmark.one_batch  # noqa: F401  (the expensive import)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    native_router()
+    assert set(names) <= set(FAMILIES)
+    print(json.dumps({name: compare(family(name, folder / name)) for name in names}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

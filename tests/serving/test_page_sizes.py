@@ -1,0 +1,70 @@
+"""Page sizes on a CPU: the same answers, whole pages from the prefix cache, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+from server import Server
+from tiny_models import VOCAB, qwen3, random_ids
+
+from oscar_sglang import artifact as art
+
+pytestmark = pytest.mark.sglang
+TOKENS = 2000  # no multiple of 64 or 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = qwen3(tmp_path_factory.mktemp("pages"))
+    art.data_free(art.Fingerprint.of(folder), "feedback").save(folder / "artifact.st")
+    return folder
+
+
+def scenario(server: Server) -> list[dict]:
+    """A fresh prompt in chunks, a long turn on its prefix: log-probabilities of 3 tokens each."""
+    first, turn = (x.tolist() for x in random_ids(300, 70))
+    answers = []
+    for prompt in (first, first + turn):
+        meta = server.generate(prompt, 3, return_logprob=True, top_logprobs_num=VOCAB)["meta_info"]
+        steps = [{t: v for v, t, *_ in step} for step in meta["output_top_logprobs"]]
+        answers.append({"cached": meta["cached_tokens"], "steps": steps})
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(model, tmp_path_factory):
+    found = {}
+    flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--skip-tokenizer-init"]
+    flags += ["--oscar-artifact", str(model / "artifact.st"), "--chunked-prefill-size", "128"]
+    flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32", "--oscar-debug-tags"]
+    flags += ["--max-total-tokens", str(TOKENS), "--max-running-requests", "4"]
+    for page in (1, 64, 128):
+        log = tmp_path_factory.mktemp("log") / "log"
+        # SGLang's paged allocator launches Triton kernels.
+        env = {"TRITON_INTERPRET": "1"}
+        with Server(model, log, *flags, "--page-size", str(page), env=env) as server:
+            found[page] = {"answers": scenario(server), "state": server.state()}
+            server.flush()
+            found[page]["flushed"] = server.state()["history_tokens"]
+            assert "OwnershipError" not in log.read_text()
+    return found
+
+
+@pytest.mark.parametrize("page", [64, 128])
+def test_page_size_changes_nothing_but_what_is_shared(answers, page):
+    one, other = answers[1], answers[page]
+    assert one["answers"][1]["cached"] in (300, 301, 302)
+    assert other["answers"][1]["cached"] == 300 // page * page
+    for a, b in zip(one["answers"][0]["steps"], other["answers"][0]["steps"], strict=True):
+        assert max(abs(a[t] - b[t]) for t in range(VOCAB)) < 1e-5
+    # After the hit the chunk begins elsewhere, so other tokens are read as codes.
+    for a, b in zip(one["answers"][1]["steps"], other["answers"][1]["steps"], strict=True):
+        assert max(abs(a[t] - b[t]) for t in range(VOCAB)) < 0.5
+
+
+@pytest.mark.parametrize("page", [1, 64, 128])
+def test_whole_pages_are_held_and_given_back(answers, page):
+    state = answers[page]["state"]
+    assert state["tokens_capacity"] == TOKENS // page * page
+    assert state["history_tokens"] % page == 0 and state["history_tokens"] >= 370 // page * page
+    assert state["bytes"] == state["planned_bytes"]
+    assert answers[page]["flushed"] == 0

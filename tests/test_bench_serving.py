@@ -1,0 +1,85 @@
+"""The serving benchmark's own arithmetic: merging runs, speed-ups, latencies from streams."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
+from serving_rows import add_speedups, markdown, merge  # noqa: E402
+from traffic import steady_itl, tpot_figures  # noqa: E402
+
+
+def row(cache: str, scenario: str = "decode", **more) -> dict:
+    base = {"cache": cache, "model": "qwen3-8b", "scenario": scenario, "conditions": {}}
+    return base | {"context": 32768, "batch": 1} | more
+
+
+def stream(start: float, ttft: float, itl: list[float]) -> SimpleNamespace:
+    return SimpleNamespace(start_time=start, ttft=ttft, itl=itl)
+
+
+def test_merge_replaces_the_same_case_and_keeps_the_rest():
+    old = [
+        row("int2", tpot_ms=9), row("bf16", tpot_ms=8), row("int2", batch=8, tpot_ms=7),
+        row("int2", model="qwen3-4b", tpot_ms=6),
+        {"cache": "int2", "model": "qwen3-8b", "scenario": "ttft", "ttft_ms": 5},
+    ]  # fmt: skip
+    found = merge(old, [row("int2", tpot_ms=1)])
+    assert [r["tpot_ms"] for r in found] == [1, 8, 7, 6]
+
+
+def test_speedups_have_the_right_direction():
+    rows = add_speedups([
+        row("bf16", tpot_ms=8), row("fp8", tpot_ms=6), row("int2", tpot_ms=4),
+        row("bf16", "memory", tokens_held=100), row("int2", "memory", tokens_held=700),
+        row("bf16", "job", requests_per_s=1), row("int2", "job", requests_per_s=5),
+    ])  # fmt: skip
+    found = {r["scenario"]: r for r in rows if r["cache"] == "int2"}
+    assert (found["decode"]["speedup_bf16"], found["decode"]["speedup_fp8"]) == (2, 1.5)
+    assert found["memory"]["speedup_bf16"] == 7 and "speedup_fp8" not in found["memory"]
+    assert found["job"]["speedup_bf16"] == 5
+    assert not any("speedup_bf16" in r for r in rows if r["cache"] != "int2")
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "qwen3-4b"}, {"batch": 8}, {"conditions": {"mem_fraction": "0.3"}}]
+)
+def test_no_speedup_across_cases_or_conditions(change):
+    (*_, int2) = add_speedups([row("bf16", tpot_ms=8), row("int2", tpot_ms=4, **change)])
+    assert "speedup_bf16" not in int2
+
+
+def test_an_outdated_speedup_goes_with_its_baseline():
+    assert "speedup_fp8" not in add_speedups([row("int2", tpot_ms=4, speedup_fp8=3)])[0]
+
+
+def test_steady_time_is_when_all_streams_decode():
+    """The second stream starts 1 s later, which stalls the first; alone, the first is faster."""
+    first = stream(0, 1.0, [0.1] * 5 + [0.5] + [0.2] * 40 + [0.1] * 30)
+    second = stream(1, 1.0, [0.2] * 40)
+    for kept in steady_itl([first, second]):
+        assert len(kept) == 40 and np.allclose(kept, 0.2)
+    figures = tpot_figures([[first, second]])
+    assert figures["tpot_ms"] == pytest.approx(200) and figures["samples"] == 80
+
+
+def test_tokens_that_arrive_together_do_not_shorten_the_median():
+    """Two tokens a chunk: half of the latencies are zero, the step still took 10 ms."""
+    figures = tpot_figures([[stream(0, 1.0, [0.0, 0.02] * 32)]])
+    assert figures["tpot_ms"] == figures["tpot_mean_ms"] == pytest.approx(10)
+    assert figures["tpot_p99_ms"] == pytest.approx(20)
+
+
+def test_too_short_streams_are_refused():
+    with pytest.raises(RuntimeError, match="ask for more tokens"):
+        tpot_figures([[stream(0, 1.0, [0.1] * 20)]])
+
+
+def test_markdown_has_one_line_per_case():
+    rows = [row(c, tpot_ms=t, tpot_p99_ms=t + 1) for c, t in (("bf16", 8), ("int2", 4))]
+    rows.append(row("int2", "soak", slots_lost=0))
+    lines = list(markdown(add_speedups(rows)))
+    assert lines[2:] == ["| decode, 1 x 32k | 8.00 ms (9.00) |  | 4.00 ms (5.00) | **2.00x** |  |"]

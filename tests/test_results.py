@@ -1,0 +1,152 @@
+"""The committed measurements: what they compare with is named, 2 bits are not slower than BF16
+where that is claimed, and the README's figures are those of the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "scripts" / "results"
+# What a file does not say itself; its own fields win.
+SOURCES = json.loads((RESULTS / "sources.json").read_text())
+FILES = sorted(p.name for p in RESULTS.glob("*.json") if p.name != "sources.json")
+COMMIT = re.compile(r"[0-9a-f]{7,40}( \+ working tree)?")
+
+
+def load(name: str):
+    return json.loads((RESULTS / name).read_text())
+
+
+def field(data, name: str, key: str):
+    """From the file's head or its set-up, else from every row, else from sources.json."""
+    rows = data if isinstance(data, list) else data.get("rows") or data.get("runs") or []
+    heads = [] if isinstance(data, list) else [data, data.get("setup", {})]
+    for head in heads:
+        if head.get(key) and not (key == "commit" and not COMMIT.fullmatch(head[key])):
+            return head[key]
+    found = [r.get(key) for r in rows]
+    if found and all(found):
+        return found[0]
+    return SOURCES.get(name, {}).get(key)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_result_says_where_it_comes_from(name):
+    data = load(name)
+    device, command, date = (field(data, name, k) for k in ("device", "command", "date"))
+    assert device and re.fullmatch(r"\d{4}-\d\d-\d\d", date or "")
+    assert re.search(r"\w+\.py |^oscar-sglang \w+", command), command
+    assert COMMIT.fullmatch(field(data, name, "commit"))
+    versions = field(data, name, "versions")
+    assert "torch" in versions and versions.keys() & {"sglang", "transformers"}
+    assert field(data, name, "baselines"), "which baseline?"
+
+
+def test_sources_name_existing_files():
+    assert set(SOURCES) <= set(FILES)
+
+
+def test_a_missing_field_is_noticed():
+    good = {"rows": [{"commit": "0123abc"}, {"commit": "0123abc"}]}
+    assert field(good, "new.json", "commit") == "0123abc"
+    assert field({"rows": [{"commit": "0123abc"}, {}]}, "new.json", "commit") is None
+    assert field({"commit": "HEAD"}, "new.json", "commit") is None
+
+
+# -- speed -------------------------------------------------------------------------------------
+
+
+def decode_rows() -> dict[tuple[int, int], dict[str, float]]:
+    """(batch, context) -> cache -> milliseconds per output token, of the Qwen3-8B shape."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for row in load("serving-h200.json")["rows"]:
+        if row["scenario"] == "decode" and row["model"] == "qwen3-8b":
+            found.setdefault((row["batch"], row["context"]), {})[row["cache"]] = row["tpot_ms"]
+    return found
+
+
+def kernel_rows() -> list[dict]:
+    rows = load("kernels-h200.json")["rows"]
+    return [r for r in rows if r["op"] == "decode_attention" and "bf16" in str(r["baselines"])]
+
+
+def test_decode_is_not_slower_than_bf16():
+    rows = decode_rows()
+    assert {batch for batch, _ in rows} >= {1, 8, 32}
+    for (batch, context), ms in rows.items():
+        limit = ms["bf16"] * (1.1 if context < 16384 else 1.0)
+        assert ms["int2"] <= limit, f"{batch} x {context}: {ms}"
+        if context >= 32768:
+            assert ms["int2"] <= ms["fp8"], f"{batch} x {context}: {ms}"
+
+
+def test_attention_is_not_slower_than_the_best_bf16():
+    rows = kernel_rows()
+    assert {r["context"] for r in rows} >= {8192, 32768, 131072}
+    for row in rows:
+        exact = {k: us for k, us in row["baselines"].items() if "bf16" in k}
+        assert len(exact) >= 2 and row["us"] <= min(exact.values()), row
+        assert row["speedup_bf16"] == pytest.approx(min(exact.values()) / row["us"], rel=5e-3)
+
+
+def claims(text: str) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """(baseline, (batch, context), factor as written) of a README's table of decode speeds: a
+    line has one factor a case, or one case with the factors against BF16 and FP8."""
+    for line in text.splitlines():
+        if not line.startswith("|") or not re.search("time per output token|the same|decode", line):
+            continue
+        cases = [(int(b), int(c) * 1024) for b, c in re.findall(r"\b(\d+) x (\d+)k", line)]
+        factors = re.findall(r"(\d+\.\d+)x", line)
+        if len(cases) == len(factors):
+            baseline = "fp8" if "FP8" in line else "bf16"
+            yield from ((baseline, c, f) for c, f in zip(cases, factors, strict=True))
+        elif len(cases) == 1 and len(factors) == 2:
+            yield from ((b, cases[0], f) for b, f in zip(("bf16", "fp8"), factors, strict=True))
+
+
+def same(written: str, value: float) -> bool:
+    """Whether ``value`` rounds to what is written, give or take one unit of a rounded source."""
+    return abs(float(written) - value) <= 0.51 * 10 ** -len(written.partition(".")[2]) + 1e-3
+
+
+def test_the_readme_quotes_the_files():
+    readme = (ROOT / "README.md").read_text()
+    rows, found = decode_rows(), list(claims(readme))
+    assert {baseline for baseline, _, _ in found} == {"bf16", "fp8"} and len(found) >= 6
+    for baseline, case, factor in found:
+        ratio = rows[case][baseline] / rows[case]["int2"]
+        assert same(factor, ratio), f"{case}: {factor}x against {baseline}, measured {ratio:.3f}"
+    kernels = {(r["batch"], r["context"]): r["speedup_bf16"] for r in kernel_rows()}
+    sentence = readme[readme.index("Kernels alone") :].partition("\n\n")[0]
+    quoted = re.findall(r"(\d+\.\d+)x[^\d]*?at (\d+) x (\d+)k", sentence)
+    assert quoted
+    for factor, batch, context in quoted:
+        assert same(factor, kernels[int(batch), int(context) * 1024])
+
+
+def test_tokens_held_are_those_of_the_file():
+    held = {r["cache"]: r["tokens_held"] for r in load("serving-h200.json")["rows"]
+            if r["scenario"] == "memory" and r["model"] == "qwen3-8b"}  # fmt: skip
+    readme = (ROOT / "README.md").read_text()
+    factor, mine, bf16 = re.search(
+        r"\*\*(\d+\.\d)x\*\* \((\d+\.\d+) M against (\d+\.\d+) M\)", readme
+    ).groups()
+    assert same(mine, held["int2"] / 1e6) and same(bf16, held["bf16"] / 1e6)
+    assert same(factor, held["int2"] / held["bf16"])
+
+
+def test_claims_are_read():
+    table = "| time per output token, 1 x 100k / 8 x 32k | **1.43x / 1.64x** faster |\n"
+    table += "| decode, 8 x 32k | 3 ms | 2 ms | 1 ms | **1.64x** | **1.57x** |\n"
+    assert list(claims(table)) == [
+        ("bf16", (1, 102400), "1.43"),
+        ("bf16", (8, 32768), "1.64"),
+        ("bf16", (8, 32768), "1.64"),
+        ("fp8", (8, 32768), "1.57"),
+    ]
+    assert same("1.6", 1.638) and not same("1.6", 1.66) and not same("1.64", 1.65)

@@ -1,0 +1,99 @@
+"""The two rotations of an extend step around attention over the materialised prefix.
+
+Products are float32 in three TF32 passes: their error is far below the rounding to 16 bits after.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS = 64  # (token, head of the group) pairs of a program
+
+
+@triton.jit
+def _rows(T, G: tl.constexpr, BT: tl.constexpr):
+    """Token, query head and validity of this program's rows; program_id(1) is the KV head."""
+    i = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    return i // G, tl.program_id(1) * G + i % G, i < T * G
+
+
+@triton.jit
+def _rotate_kernel(
+    out, x, r, T, stride_t,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    t, head, ok = _rows(T, G, BT)
+    d = tl.arange(0, D)
+    matrix = tl.load(r + tl.program_id(1) * D * D + d[:, None] * D + d[None, :])
+    row = tl.load(x + (t * stride_t + head * D)[:, None] + d[None, :], ok[:, None], 0.0)
+    y = tl.dot(row.to(tl.float32), matrix, input_precision="tf32x3")
+    to = out + ((t * H + head) * D)[:, None] + d[None, :]
+    tl.store(to, y.to(out.dtype.element_ty), ok[:, None])
+
+
+@triton.jit
+def _join_kernel(
+    out, part, part_lse, fresh, fresh_lse, r, T,
+    stride_part_t, stride_part_h, stride_fresh_t, stride_fresh_h,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    t, head, ok = _rows(T, G, BT)
+    d = tl.arange(0, D)
+    none = -float("inf")
+    lse = tl.load(part_lse + t * stride_part_t + head * stride_part_h, ok, none)
+    other = tl.load(fresh_lse + t * stride_fresh_t + head * stride_fresh_h, ok, none)
+    top = tl.maximum(lse, other)
+    top = tl.where(top == none, 0.0, top)
+    weight, other_weight = tl.exp(lse - top), tl.exp(other - top)
+    total = weight + other_weight
+    scale = 1 / tl.where(total > 0, total, 1.0)
+    at = ((t * H + head) * D)[:, None] + d[None, :]
+    # An empty side may hold anything: weight 0 must not meet an infinity or NaN.
+    x = tl.load(part + at, ok[:, None], 0.0).to(tl.float32)
+    x = tl.where((weight > 0)[:, None], x, 0.0)
+    inverse = tl.load(r + tl.program_id(1) * D * D + d[None, :] * D + d[:, None])
+    x = tl.dot(x, inverse, input_precision="tf32x3")
+    y = tl.load(fresh + at, ok[:, None], 0.0).to(tl.float32)
+    y = tl.where((other_weight > 0)[:, None], y, 0.0)
+    y = x * (weight * scale)[:, None] + y * (other_weight * scale)[:, None]
+    tl.store(out + at, y.to(out.dtype.element_ty), ok[:, None])
+
+
+def _grid(tokens: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    return triton.cdiv(tokens * (heads // kv_heads), _ROWS), kv_heads
+
+
+def rotate_queries(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """``codec.rotate`` rounded to x's dtype: x [T, H, D], any token stride; r [Hk, D, D] f32."""
+    tokens, heads, dim = x.shape
+    assert x.stride()[1:] == (dim, 1)
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    _rotate_kernel[_grid(tokens, heads, len(r))](
+        out, x, r, tokens, x.stride(0), heads // len(r), heads, dim, _ROWS, num_warps=8
+    )
+    return out
+
+
+def join_prefix(
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    fresh: torch.Tensor,
+    fresh_lse: torch.Tensor,
+    r: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Rotate attention over the prefix back and merge that over the fresh tokens into ``out``.
+
+    part            [T, H, D] any float dtype, rotated by r; contiguous, as fresh and out
+    fresh, out      [T, H, D] model basis
+    part_lse, fresh_lse  [T, H] float32, natural log, any strides; -inf: that side is empty
+    r               [Hk, D, D] float32 orthogonal
+    """
+    tokens, heads, dim = part.shape
+    assert part.is_contiguous() and fresh.is_contiguous() and out.is_contiguous()
+    _join_kernel[_grid(tokens, heads, len(r))](
+        out, part, part_lse, fresh, fresh_lse, r, tokens, *part_lse.stride(), *fresh_lse.stride(),
+        heads // len(r), heads, dim, _ROWS, num_warps=8,
+    )  # fmt: skip

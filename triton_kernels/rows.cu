@@ -1,0 +1,206 @@
+// Rows of K, V and q: rotation, 2-bit codes, packing. After common.cu; with K_RANK, V_RANK (1: rank
+// rule, 0: shrink rule) and FEEDBACK (error feedback for K) it also encodes.
+//
+// Rotation: x is exact in 16 bits and R is the sum of three 16-bit matrices, so three MMAs give
+// float32 accuracy (two for queries, which are not quantised); a warp keeps the fragments of 8
+// columns of R in registers. Codes, one warp per row: range, codes, packing. Error feedback walks
+// over blocks of VEC channels: the lane that owns a block finds its codes, then all lanes apply its
+// errors.
+
+constexpr int ROWS = 16, VEC = D / 32, KSTEPS = D / 16;
+constexpr float ROUND_MAGIC = 12582912.f;             // 1.5 * 2^23: adding it rounds to even
+constexpr float MAX_HALF = 65504.f;
+#if WINDOW_BF16
+constexpr float R_SCALE = 1.f;
+#else
+constexpr float R_SCALE = 4096.f;                     // keeps the low parts of R normal in FP16
+#endif
+
+template <int PARTS> struct RFragment { u32 part[PARTS][KSTEPS][2]; };
+struct Rows { uint4 x[D / 32][2]; };                  // 16 rows as A operand
+
+// Columns col .. col + 7 of R; K order as in load_rows: a lane's 8 consecutive channels.
+template <int PARTS> DEV void load_r(RFragment<PARTS>& f, const float* r, int col, int g, int t) {
+  UNROLL for (int s = 0; s < KSTEPS; s++)
+    UNROLL for (int e = 0; e < 2; e++) {
+      const float* p = r + (i64)(32 * (s >> 1) + 8 * t + 4 * (s & 1) + 2 * e) * D + col + g;
+      float x = p[0] * R_SCALE, y = p[D] * R_SCALE;
+      UNROLL for (int i = 0; i < PARTS; i++) {
+        f.part[i][s][e] = pack_window(x, y);
+        const float2 taken = unpack_window(f.part[i][s][e]);
+        x -= taken.x, y -= taken.y;
+      }
+    }
+}
+DEV void load_rows(Rows& rows, const u16* row0, const u16* row1, int t) {
+  const uint4 none = {0, 0, 0, 0};
+  UNROLL for (int r = 0; r < D / 32; r++) {
+    rows.x[r][0] = row0 ? *reinterpret_cast<const uint4*>(row0 + 32 * r + 8 * t) : none;
+    rows.x[r][1] = row1 ? *reinterpret_cast<const uint4*>(row1 + 32 * r + 8 * t) : none;
+  }
+}
+template <int PARTS> DEV void rotate_rows(float (&y)[4], const RFragment<PARTS>& f, const Rows& rows) {
+  float sum[PARTS][4];                                // independent chains, small terms added first
+  UNROLL for (int p = 0; p < PARTS; p++) sum[p][0] = sum[p][1] = sum[p][2] = sum[p][3] = 0.f;
+  UNROLL for (int r = 0; r < D / 32; r++)
+    UNROLL for (int p = 0; p < PARTS; p++) {
+      const uint4 u = rows.x[r][0], v = rows.x[r][1];
+      mma_window(sum[p], u.x, v.x, u.y, v.y, f.part[p][2 * r][0], f.part[p][2 * r][1]);
+      mma_window(sum[p], u.z, v.z, u.w, v.w, f.part[p][2 * r + 1][0], f.part[p][2 * r + 1][1]);
+    }
+  UNROLL for (int e = 0; e < 4; e++) {
+    y[e] = sum[PARTS - 1][e];
+    UNROLL for (int p = PARTS - 2; p >= 0; p--) y[e] += sum[p][e];
+    y[e] *= 1.f / R_SCALE;
+  }
+}
+
+// ---- one warp, one row: lane l holds channels VEC * l .. + VEC - 1
+struct Row { float v[VEC]; };
+DEV float warp_max(float x) {
+  UNROLL for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+  return x;
+}
+DEV float half_round(float x) {
+  x = fminf(fmaxf(x, -MAX_HALF), MAX_HALF);
+  return unpack_half(pack_half(x, 0.f)).x;
+}
+// |y| of ascending rank: drop the largest D - 1 - rank elements one by one.
+DEV float rank_limit(const Row& y, int rank) {
+  const int lane = threadIdx.x & 31;
+  Row left;
+  UNROLL for (int k = 0; k < VEC; k++) left.v[k] = fabsf(y.v[k]);
+  float top = 0.f;
+  for (int drop = D - 1 - rank; drop >= 0; drop--) {
+    float mine = left.v[0];
+    UNROLL for (int k = 1; k < VEC; k++) mine = fmaxf(mine, left.v[k]);
+    top = warp_max(mine);
+    const int owner = __ffs(__ballot_sync(~0u, mine == top)) - 1;
+    bool todo = lane == owner;
+    UNROLL for (int k = 0; k < VEC; k++)
+      if (todo && left.v[k] == top) left.v[k] = -1.f, todo = false;
+  }
+  return top;
+}
+template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, float& step, float& lo) {
+  float low = y.v[0], high = y.v[0];
+  UNROLL for (int k = 1; k < VEC; k++) low = fminf(low, y.v[k]), high = fmaxf(high, y.v[k]);
+  low = -warp_max(-low);
+  high = warp_max(high);
+  if (RANK) {
+    const float tau = rank_limit(y, rank);
+    low = fminf(fmaxf(low, -tau), tau);
+    high = fminf(fmaxf(high, -tau), tau);
+  } else {
+    const float span = __fsub_rn(high, low), half = __fmul_rn(span, ratio);
+    const float mid = __fadd_rn(low, __fmul_rn(span, 0.5f));
+    low = __fsub_rn(mid, half);
+    high = __fadd_rn(mid, half);
+  }
+  step = half_round(__fdiv_rn(__fsub_rn(high, low), 3.f));
+  lo = half_round(low);
+}
+// Nearest code of u = w - lo: its bits are the two lowest of the result, its value result - MAGIC.
+DEV float nearest(float u, float inv3) { return fmaf(__saturatef(u * inv3), 3.f, ROUND_MAGIC); }
+
+template <int N> DEV void load_shared(float (&f)[N], const float* p) {
+  if (N == 4) {
+    const float4 x = *reinterpret_cast<const float4*>(p);
+    f[0] = x.x, f[1] = x.y, f[N - 2] = x.z, f[N - 1] = x.w;
+  } else {
+    const float2 x = *reinterpret_cast<const float2*>(p);
+    f[0] = x.x, f[1] = x.y;
+  }
+}
+// y becomes w - lo and then the codes' bits.
+DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float* factor) {
+  const int lane = threadIdx.x & 31;
+  float f[VEC][VEC], ahead[VEC][VEC];
+  UNROLL for (int i = 0; i < VEC; i++) load_shared<VEC>(f[i], factor + i * D + lane * VEC);
+  _Pragma("unroll 2") for (int owner = 0; owner < 32; owner++) {
+    const float* next = factor + (min(owner + 1, 31) * VEC) * D + lane * VEC;
+    UNROLL for (int i = 0; i < VEC; i++) load_shared<VEC>(ahead[i], next + i * D);
+    float u[VEC], error[VEC];
+    UNROLL for (int k = 0; k < VEC; k++) u[k] = y.v[k];
+    UNROLL for (int i = 0; i < VEC; i++) {
+      const float biased = nearest(u[i], inv3);
+      if (lane == owner) code[i] = __float_as_uint(biased) & 3;
+      error[i] = fmaf(-(biased - ROUND_MAGIC), step, u[i]);
+      UNROLL for (int k = i + 1; k < VEC; k++) u[k] = fmaf(-error[i], f[i][k], u[k]);
+    }
+    UNROLL for (int i = 0; i < VEC; i++) {
+      const float e = __shfl_sync(~0u, error[i], owner);
+      UNROLL for (int k = 0; k < VEC; k++) y.v[k] = fmaf(-e, f[i][k], y.v[k]);
+    }
+    UNROLL for (int i = 0; i < VEC; i++)
+      UNROLL for (int k = 0; k < VEC; k++) f[i][k] = ahead[i][k];
+  }
+}
+DEV void write_model_row(u16* dst, const Row& y) {
+  const int lane = threadIdx.x & 31;
+  u32 w[VEC / 2];
+  UNROLL for (int k = 0; k < VEC / 2; k++) w[k] = pack_window(y.v[2 * k], y.v[2 * k + 1]);
+  if (VEC == 4) *reinterpret_cast<uint2*>(dst + lane * VEC) = make_uint2(w[0], w[VEC / 2 - 1]);
+  else *reinterpret_cast<u32*>(dst + lane * VEC) = w[0];
+}
+// Lane l holds plane l / 4 of the halves VEC * (l % 4) .. + VEC - 1.
+DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], float step, float lo) {
+  const int lane = threadIdx.x & 31, shift = 2 * (lane >> 2), part = lane & 3;
+  u32 w[VEC / 2];
+  UNROLL for (int k = 0; k < VEC / 2; k++) {
+    w[k] = (code[2 * k] << shift) | (code[2 * k + 1] << (16 + shift));
+    UNROLL for (int o = 4; o < 32; o <<= 1) w[k] |= __shfl_xor_sync(~0u, w[k], o);
+  }
+  const int byte = part * VEC * 2, chunk = kv * (D / 64) + byte / 16;
+  u8* dst = head_block + chunk * CHUNK + token * 16 + byte % 16;
+  if (lane < 4) {
+    if (VEC == 4) *reinterpret_cast<uint2*>(dst) = make_uint2(w[0], w[VEC / 2 - 1]);
+    else *reinterpret_cast<u32*>(dst) = w[0];
+  }
+  if (lane == 4) *reinterpret_cast<u32*>(head_block + META + token * 8 + kv * 4) = pack_half(step, lo);
+}
+
+struct CodeArgs {
+  u8* blocks;
+  const float* factor;   // [HK, D, D] strictly upper triangular
+  int k_rank, v_rank;
+  float k_ratio, v_ratio;   // half the shrink ratio
+};
+template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, Row& y, const float* factor) {
+  float step, lo;
+  row_range<KEY ? K_RANK : V_RANK>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
+  const float inv3 = step > 0.f ? __fdiv_rn(1.f, step) * (1.f / 3.f) : 0.f;
+  u32 code[VEC];
+  UNROLL for (int k = 0; k < VEC; k++) y.v[k] -= lo;
+  if (KEY && FEEDBACK) feedback(y, code, step, inv3, factor);
+  else UNROLL for (int k = 0; k < VEC; k++) code[k] = __float_as_uint(nearest(y.v[k], inv3)) & 3;
+  write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, step, lo);
+}
+// A head's factor into shared memory; cp.async.wait_all and a barrier before its use.
+DEV void fetch_factor(float* to, const CodeArgs& a, int head, int threads) {
+  const float* from = a.factor + (i64)head * D * D;
+  for (int i = threadIdx.x * 4; i < D * D; i += threads * 4) copy16(smem_addr(to + i), from + i);
+}
+// Where fresh rows go besides the history.
+struct WindowArgs {
+  const i64* rows;       // [T]
+  const i64* positions;
+  const i64* ends;
+  const i64* slots;
+  const i64* cache_index;
+  u16* sink_k;
+  u16* sink_v;
+  u16* ring_k;
+  u16* ring_v;
+  u16* cache_k;
+  u16* cache_v;
+  int n_sink, n_recent;
+};
+// write(row) for the window rows of a token that has a slot
+template <bool KEY, class F> DEV void each_window(const WindowArgs& a, int head, int token, F write) {
+  const i64 row = a.rows[token], pos = a.positions[token], cached = a.cache_index[token];
+  if (pos < a.n_sink) write((KEY ? a.sink_k : a.sink_v) + ((row * a.n_sink + pos) * HK + head) * D);
+  if (pos >= a.ends[token] - a.n_recent)
+    write((KEY ? a.ring_k : a.ring_v) + ((row * a.n_recent + pos % a.n_recent) * HK + head) * D);
+  if (cached >= 0) write((KEY ? a.cache_k : a.cache_v) + (cached * HK + head) * D);
+}
