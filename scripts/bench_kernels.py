@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent / "lib"))
 import bench_baselines as baselines
 import torch
 from bench_common import DEV, Cache, ceilings, graph_time
+from provenance import commit
 
 from oscar_sglang.kernels import codec
 from oscar_sglang.kernels.materialise import materialise
@@ -41,8 +42,8 @@ MODEL_LAYERS = 64  # layers whose codec matrices are rotated through: more than 
 
 
 class Bench:
-    def __init__(self, out: Path | None) -> None:
-        self.start, self.out = time.time(), out
+    def __init__(self, out: Path | None, commit: str) -> None:
+        self.start, self.out, self.commit = time.time(), out, commit
         self.rows: list[dict] = []
         self.ceilings = ceilings()
         self.base: dict[tuple, dict] = {}
@@ -62,7 +63,7 @@ class Bench:
         result = {
             "device": torch.cuda.get_device_name(),
             "versions": versions(),
-            "commit": commit(),
+            "commit": self.commit,
             "command": "python scripts/bench_kernels.py " + " ".join(sys.argv[1:]),
             "date": time.strftime("%Y-%m-%d"),
             **self.ceilings,
@@ -245,11 +246,6 @@ def bench_layer(bench: Bench) -> None:
     bench.add("plan", plan, batch=batch)
 
 
-def commit() -> str:
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return git.stdout.strip() if git.returncode == 0 else "unknown"
-
-
 def versions() -> dict[str, str]:
     found = {"cuda": torch.version.cuda}
     for name in ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python"):
@@ -264,11 +260,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="the shapes of the targets only")
+    parser.add_argument("--commit", help="of the code, where git does not know it")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_kernels.py needs a CUDA GPU")
     torch.manual_seed(0)
-    bench = Bench(args.out)
+    bench = Bench(args.out, commit(args.commit))
     print(bench.ceilings)
     for batch, context in TARGETS:
         bench.decode(batch, context)

@@ -27,7 +27,6 @@ import argparse
 import importlib.metadata
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent / "lib"))
 import endurance  # noqa: E402
 import latency  # noqa: E402
 import throughput  # noqa: E402
+from provenance import commit  # noqa: E402
 from server import Server  # noqa: E402
 from serving_options import parse  # noqa: E402
 from serving_rows import add_speedups, merge  # noqa: E402
@@ -85,15 +85,6 @@ class Results:
             "servers": self.servers,
             "rows": self.rows,
         }
-
-
-def commit(given: str | None) -> str:
-    """The checkout's commit; a copy of its files without .git is told by --commit."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
-        return given or "unknown"
 
 
 def measure(

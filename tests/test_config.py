@@ -38,6 +38,7 @@ def test_every_field_has_a_flag():
     [
         ({"oscar_sink_tokens": 0}, "--oscar-sink-tokens"),
         ({"oscar_recent_tokens": -1}, "--oscar-recent-tokens"),
+        ({"oscar_prefix_window": "half"}, "--oscar-prefix-window 'half'.*reuse, recompute"),
         ({"oscar_recent_tokens": 1.5}, "whole number"),
         ({"oscar_sink_cache_tokens": 0}, "--oscar-sink-cache-tokens"),
         ({"oscar_codec": "zip"}, "feedback, accurate, compact"),

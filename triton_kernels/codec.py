@@ -7,7 +7,8 @@ and back. It is described by what it states about
     search    how K's codes are: ``round`` each channel by itself, ``feedback`` (errors spread over
               the channels still to come), ``accurate`` (``codec_accurate``); V's are rounded
     meta      what is stored beside the codes: ``affine`` step and lo in FP16, ``compact`` a byte
-              each (``codec_compact``), ``scale`` one FP16 and fixed levels (``codec_lloyd``)
+              each (``codec_compact``), ``scale`` one FP16 and fixed levels (``codec_lloyd``),
+              ``channel`` a norm per token and step and lo per channel of a block (``codec_omni``)
 
 and nothing else: tensors of the artifact, bytes of a slot, the CPU server, the evaluator and the
 kernels follow from it.
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import codec_accurate, codec_compact, codec_lloyd
+from . import codec_accurate, codec_compact, codec_lloyd, codec_omni
 from .codec_affine import (
     LEVELS,
     RangeRule,
@@ -37,13 +38,15 @@ from .codec_affine import (
 from .layout import HistoryLayout
 
 __all__ = [
-    "CODECS", "LEVELS", "CodecSpec", "LayerParams", "RangeRule", "Rows", "decode", "decode_k",
-    "decode_v", "encode_k", "encode_v", "feedback_codes", "pack", "rotate", "round_codes",
-    "unpack", "value_range",
+    "CODECS", "LEVELS", "OMNI", "CodecSpec", "LayerParams", "RangeRule", "Rows", "decode",
+    "decode_k", "decode_v", "encode_k", "encode_v", "feedback_codes", "pack", "rotate",
+    "round_codes", "unpack", "value_range",
 ]  # fmt: skip
 
 # Metadata of a K row, of a V row (numbers), and the bytes of one number.
-_META_LAYOUT = {"affine": (2, 2, 2), "compact": (2, 2, 1), "scale": (1, 1, 2)}
+_META_LAYOUT = {
+    "affine": (2, 2, 2), "compact": (2, 2, 1), "scale": (1, 1, 2), "channel": (1, 2, 2),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class CodecSpec:
     v_range: RangeRule
     search: str = "round"
     meta: str = "affine"
+    block: int = 1  # tokens that are encoded together
 
     @property
     def k_feedback(self) -> bool:
@@ -63,7 +67,7 @@ class CodecSpec:
         return self.search != "round"
 
     def layout(self, kv_heads: int, head_dim: int) -> HistoryLayout:
-        return HistoryLayout(kv_heads, head_dim, *_META_LAYOUT[self.meta])
+        return HistoryLayout(kv_heads, head_dim, *_META_LAYOUT[self.meta], self.block)
 
     def tensors(self, head_dim: int) -> dict[str, tuple[int, ...]]:
         """Shape per KV head of each float32 tensor a layer keeps, by field of ``LayerParams``."""
@@ -121,6 +125,17 @@ CODECS = {
         CodecSpec("lloyd", "OSCAR's rotations, Lloyd-Max codebook, no zero", *_RMS, meta="scale"),
     )
 }
+
+
+# Not among CODECS yet: only the reference (``reference.seal``) and the evaluator run it.
+OMNI = CodecSpec(
+    "omni",
+    "OScaR: keys per channel over 128 tokens after a token norm",
+    codec_omni.V_RANGE,
+    codec_omni.V_RANGE,
+    meta="channel",
+    block=codec_omni.BLOCK,
+)
 
 
 class LayerParams(NamedTuple):

@@ -7,6 +7,7 @@
 
 The published code takes the norm over all heads of a token; here it is per KV head, because a norm
 over heads needs an all-reduce under tensor parallelism. A key's codes exist once its block is full.
+Sink tokens, which are kept exactly, do not widen the ranges of their block.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class KeyBlock(NamedTuple):
     """One sealed block of n tokens (n = BLOCK, fewer where the sink window cuts the first one).
 
     packed  [n, Hk, D/4] uint8     norm  [n, Hk] float16     meta  [Hk, D, 2] float16 (step, lo)
+
+    Rows of several blocks have a meta each: [n, Hk, D, 2].
     """
 
     packed: torch.Tensor
@@ -33,11 +36,12 @@ class KeyBlock(NamedTuple):
     meta: torch.Tensor
 
 
-def encode_k(y: torch.Tensor) -> KeyBlock:
-    """The rotated keys of one block, [n, Hk, D] float32."""
+def encode_k(y: torch.Tensor, sinks: int = 0) -> KeyBlock:
+    """The rotated keys of one block, [n, Hk, D] float32; the first ``sinks`` are sink tokens."""
     norm = y.square().mean(-1).sqrt().clamp_max(_FP16_MAX).half()
     unit = torch.where(norm[..., None] > 0, y / norm[..., None].float(), 0.0)
-    low, high = unit.aminmax(dim=0)
+    ranged = unit[sinks:] if sinks < len(unit) else unit
+    low, high = ranged.aminmax(dim=0)
     meta = torch.stack([(high - low) / LEVELS, low], -1).clamp(-_FP16_MAX, _FP16_MAX).half()
     step, lo = meta.float().unbind(-1)
     inverse = torch.where(step > 0, 1 / step, 0.0)

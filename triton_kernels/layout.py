@@ -13,7 +13,8 @@ History block. One block holds ``BLOCK`` consecutive slots; a layer is one tenso
                             [BLOCK tokens][k_meta + v_meta]                    metadata
 
 Metadata of a row are numbers of one width, K's before V's: (step, lo) in 16 or in 8 bits, or one
-16-bit scale, as the codec says (``codec.CodecSpec``).
+16-bit scale, as the codec says (``codec.CodecSpec``). A block codec keeps besides, per ``block``
+consecutive slots (a page) and KV head, step and lo of each of K's D channels in FP16.
 
 A row of D codes is D/8 16-bit halves; half ``i`` holds channels ``i + (D/8) * j`` in bits
 ``2j, 2j+1``. ANDing a half with ``3 << 2j`` leaves a denormal FP16 number, which is how the
@@ -40,6 +41,7 @@ class HistoryLayout:
 
     ``k_meta``/``v_meta`` count the metadata of a K/V row (step and lo: 2), numbers of
     ``meta_bytes`` each. The kernels count in 16 bits, so a row's metadata fill whole halves.
+    ``block`` > 1: slots whose K share metadata per channel.
     """
 
     kv_heads: int
@@ -47,6 +49,7 @@ class HistoryLayout:
     k_meta: int = 2
     v_meta: int = 2
     meta_bytes: int = 2
+    block: int = 1
 
     def __post_init__(self) -> None:
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
@@ -90,13 +93,21 @@ class HistoryLayout:
         return self.code_bytes_per_block + self.meta_fields * self.meta_bytes * BLOCK
 
     @property
+    def channel_bytes(self) -> int:
+        """Bytes of the channel metadata of ``block`` slots, all KV heads."""
+        return self.kv_heads * self.head_dim * 4 if self.block > 1 else 0
+
+    @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one slot in one layer, K and V, all KV heads, metadata included."""
-        return self.kv_heads * (2 * self.row_bytes + self.meta_fields * self.meta_bytes)
+        """Bytes of one slot in one layer, K and V, all KV heads, metadata included (rounded up)."""
+        row = 2 * self.row_bytes + self.meta_fields * self.meta_bytes
+        return self.kv_heads * row + _ceil_div(self.channel_bytes, self.block)
 
     @property
     def bits_per_element(self) -> float:
-        return 8 * self.bytes_per_slot / (2 * self.kv_heads * self.head_dim)
+        row = 2 * self.row_bytes + self.meta_fields * self.meta_bytes
+        total = self.kv_heads * row + self.channel_bytes / self.block
+        return 8 * total / (2 * self.kv_heads * self.head_dim)
 
     def num_blocks(self, num_slots: int) -> int:
         return _ceil_div(num_slots, BLOCK)
@@ -156,7 +167,8 @@ class MemoryPlan:
 
     def history_bytes(self, num_slots: int) -> int:
         h = self.history
-        return self.layers * h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
+        rows = h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
+        return self.layers * (rows + _ceil_div(num_slots, h.block) * h.channel_bytes)
 
     @property
     def window_bytes(self) -> int:

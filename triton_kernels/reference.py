@@ -12,6 +12,11 @@ batch, reads
 
 i.e. the boundary that the first fresh token sees; a decode step is a chunk of one token, so one
 path serves decode, chunked prefill, new turns on a cached prefix and mixed batches alike.
+
+A block codec (``CodecSpec.block`` > 1, which must be the page size) encodes whole blocks only: a
+block is sealed by the store of its last token, which finds the earlier ones in the ring, and
+hist_end is rounded up to a block. So of the ring's n_recent tokens up to block - 1 may be read as
+codes, and it must hold at least a block.
 Clear before fast: one Python loop over the requests of a batch, none over tokens.
 """
 
@@ -22,7 +27,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .codec import CodecSpec, LayerParams, decode_k, decode_v, encode_k, encode_v, rotate
+from . import codec_omni
+from .codec import (
+    CodecSpec,
+    LayerParams,
+    Rows,
+    decode_k,
+    decode_v,
+    encode_k,
+    encode_v,
+    rotate,
+)
 from .layout import WindowLayout
 from .stores import HistoryStore, SinkCache, WindowStore
 
@@ -69,10 +84,11 @@ class Batch:
 
 
 def history_end(
-    prefix_lens: torch.Tensor, recent_start: torch.Tensor, windows: WindowLayout
+    prefix_lens: torch.Tensor, recent_start: torch.Tensor, windows: WindowLayout, block: int = 1
 ) -> torch.Tensor:
     """End of the history segment, [B] int64 (see the module docstring)."""
     low = torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)
+    low = low + (-low) % block
     return torch.minimum(prefix_lens, low.clamp_min(windows.n_sink))
 
 
@@ -100,7 +116,9 @@ def plan_batch(
         rows=rows,
         prefix_lens=prefix_lens,
         seq_lens=seq_lens,
-        hist_end=history_end(prefix_lens, seg.windows.recent_start[rows], seg.windows.windows),
+        hist_end=history_end(
+            prefix_lens, seg.windows.recent_start[rows], seg.windows.windows, seg.spec.block
+        ),
         starts=starts,
         token_rows=token_rows,
         positions=positions,
@@ -134,21 +152,55 @@ def store(seg: Segments, layer: int, batch: Batch, k: torch.Tensor, v: torch.Ten
     """Write k, v [T, Hk, D] (any float dtype, not rotated) to every store of ``layer``."""
     params = seg.params[layer]
     k_rot, v_rot = rotate(k, params.r_k), rotate(v, params.r_v)
+    if seg.spec.block > 1:
+        seal(seg, layer, batch, k_rot, v_rot)  # before the chunk overwrites the ring
     seg.windows.write(layer, batch.token_rows, batch.positions, batch.ends, k_rot, v_rot)
     sink = batch.sink_index
     seg.sinks.write(layer, batch.slots[sink], k_rot[sink], v_rot[sink])
-    seg.history.write(
-        layer,
-        batch.slots,
-        encode_k(seg.spec, params, k_rot),
-        encode_v(seg.spec, params, v_rot),
-    )
+    if seg.spec.block == 1:
+        seg.history.write(
+            layer,
+            batch.slots,
+            encode_k(seg.spec, params, k_rot),
+            encode_v(seg.spec, params, v_rot),
+        )
+
+
+def seal(seg: Segments, layer: int, batch: Batch, k_rot: torch.Tensor, v_rot: torch.Tensor) -> None:
+    """Encode the blocks whose last token is among the fresh rows k_rot, v_rot [T, Hk, D] float32.
+
+    All rows of a block are rounded to the ring's dtype first, so that its codes do not depend on
+    which of its tokens came in which chunk.
+    """
+    block, windows = seg.spec.block, seg.windows
+    n_sink = windows.windows.n_sink
+    requests = (batch.rows, batch.starts, batch.prefix_lens, batch.seq_lens)
+    for row, start, prefix, seq_len in zip(*(x.tolist() for x in requests), strict=True):
+        if row == 0:  # padding
+            continue
+        for first in range(prefix - prefix % block, seq_len - block + 1, block):
+            fresh_from = max(first, prefix)
+            fresh = slice(start + fresh_from - prefix, start + first + block - prefix)
+            old = torch.arange(first, fresh_from, device=k_rot.device)
+            k_old, v_old = windows.read_recent(layer, row, old)
+            k = torch.cat([k_old, k_rot[fresh].to(k_old.dtype)]).float()
+            v = torch.cat([v_old, v_rot[fresh].to(v_old.dtype)]).float()
+            key = codec_omni.encode_k(k, sinks=max(0, n_sink - first))
+            # A block is a page, so its slots are consecutive.
+            slots = batch.slots[fresh.stop - 1] + torch.arange(1 - block, 1, device=k.device)
+            k_rows = Rows(key.packed, key.norm[..., None])
+            seg.history.write(layer, slots, k_rows, codec_omni.encode_v(v))
+            seg.history.channels[layer][slots[-1] // block] = key.meta
 
 
 def read_history(seg: Segments, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Decoded K and V rows [T, Hk, D] float32 of ``slots`` [T] int64, still rotated."""
     params = seg.params[layer]
     k, v = seg.history.read(layer, slots)
+    if seg.spec.block > 1:
+        channels = seg.history.channels[layer][slots // seg.spec.block]
+        key = codec_omni.KeyBlock(k.packed, k.meta[..., 0], channels)
+        return codec_omni.decode_k(key), codec_omni.decode_v(v)
     return decode_k(seg.spec, params, k), decode_v(seg.spec, params, v)
 
 

@@ -33,7 +33,8 @@ class LayerStack(list):
 class HistoryStore:
     """Packed rows of all slots.
 
-    blocks  L x [num_blocks, Hk, block_bytes] uint8, the layout of ``layout.HistoryLayout``
+    blocks    L x [num_blocks, Hk, block_bytes] uint8, the layout of ``layout.HistoryLayout``
+    channels  L x [ceil(slots / block), Hk, D, 2] float16 (step, lo); of block codecs, else empty
     """
 
     def __init__(self, layout: HistoryLayout, layers: int, num_slots: int, device) -> None:
@@ -41,10 +42,12 @@ class HistoryStore:
         self.num_slots = num_slots
         shape = (layout.num_blocks(num_slots), layout.kv_heads, layout.block_bytes)
         self.blocks = LayerStack(layers, shape, torch.uint8, device)
+        shape = (-(-num_slots // layout.block), layout.kv_heads, layout.head_dim, 2)
+        self.channels = LayerStack(layers, shape, torch.float16, device) if layout.block > 1 else []
 
     @property
     def num_bytes(self) -> int:
-        return nbytes(*self.blocks)
+        return nbytes(*self.blocks, *self.channels)
 
     def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """codes [num_blocks, Hk, 2*chunks, BLOCK, chunk_bytes], meta [num_blocks, Hk, BLOCK, M]."""

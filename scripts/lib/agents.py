@@ -233,7 +233,15 @@ def simulate(
         differences += [probe(client, *found, w.top) for found in large]
         say(f"session {s} alone: {sum(d.session == s for d in differences)} turns differ")
     client.flush()
-    return report(w, concurrency, sessions, differences, noise)
+    return report(w, concurrency, sessions, differences, noise, *matching(client))
+
+
+def matching(client: Client) -> tuple[int, int]:
+    """Tokens at the end of a prompt that are computed although they are cached, page size."""
+    state = client.internal_state()
+    oscar = state.get("oscar", {})
+    tail = oscar["recent_tokens"] if oscar.get("prefix_window") == "recompute" else 0
+    return tail, state["page_size"]
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -242,8 +250,9 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"n": len(values), "mean": statistics.fmean(values), "p99": top, "max": values[-1]}
 
 
-def report(w, concurrency, sessions, differences, noise) -> dict:
+def report(w, concurrency, sessions, differences, noise, tail: int = 0, page: int = 1) -> dict:
     again = [(a, b) for turns in sessions for a, b in zip(turns, turns[1:], strict=False)]
+    whole = [min(len(a.prompt), len(b.prompt) - tail) // page * page for a, b in again]
     prompt = sum(len(t.prompt) for turns in sessions for t in turns)
     foreign = foreign_kl(sessions)
     kinds = [d.kind(foreign) for d in differences]
@@ -257,7 +266,7 @@ def report(w, concurrency, sessions, differences, noise) -> dict:
         "prompt_tokens": prompt,
         "cached_tokens": sum(t.cached for turns in sessions for t in turns),
         # Turns whose own conversation had partly been evicted.
-        "evicted_turns": sum(b.cached < len(a.prompt) for a, b in again),
+        "evicted_turns": sum(b.cached < n for (_, b), n in zip(again, whole, strict=True)),
         "kl_of_agreeing_tokens": spread(noise[False]),
         "kl_of_comparable_tokens": spread(noise[True]),
         "kl_of_foreign_sessions": foreign,

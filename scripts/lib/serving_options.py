@@ -88,7 +88,7 @@ def parse(description: str) -> argparse.Namespace:
     )  # fmt: skip
     p.add_argument("--server-flags", type=shlex.split, default=[], help="more, for every cache")
     p.add_argument("--json", type=Path, help="results file; rows of other cases in it are kept")
-    p.add_argument("--commit", help="of the code, where it is no git checkout")
+    p.add_argument("--commit", help="of the code, where git does not know it")
     p.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
     args = p.parse_args()
     args.flags = dict(args.flags)
