@@ -22,7 +22,8 @@ _BIAS = re.compile(r"(q_proj|k_proj|qkv|c_attn)[^.]*\.bias$")
 
 @dataclass(frozen=True)
 class Run:
-    """What to run. ``partial``: file that keeps the sums of an interrupted run."""
+    """What to run. ``partial``: file that keeps the sums of an interrupted run; ``tp``: ranks
+    that share the model (sglang)."""
 
     model_dir: Path
     source: Tokens
@@ -30,6 +31,7 @@ class Run:
     n_sink: int
     progress: Progress | None = None
     partial: Path | None = None
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def by_sglang(run: Run) -> Observed:
     from ..sglang_stats import collect_in_sglang  # imports sglang
 
     moments, names = collect_in_sglang(
-        run.model_dir, run.source.sequences, run.n_sink, run.device, run.progress
+        run.model_dir, run.source.sequences, run.n_sink, run.device, run.progress, run.tp
     )
     return Observed(moments, run.source, _biased(names))
 

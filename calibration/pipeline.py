@@ -36,6 +36,7 @@ def calibrate(
     progress: Progress | None = None,
     engine: str = "transformers",
     partial: Path | None = None,
+    tp: int = 1,
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -45,11 +46,18 @@ def calibrate(
     engine    what runs the model: transformers, or sglang for any checkpoint SGLang can load
     partial   file that keeps the sums of an interrupted run (transformers engine); removed at the
               end
+    tp        tensor-parallel ranks (sglang engine)
 
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
     """
     options = dict(
-        device=device, seed=seed, n_sink=n_sink, progress=progress, engine=engine, partial=partial
+        device=device,
+        seed=seed,
+        n_sink=n_sink,
+        progress=progress,
+        engine=engine,
+        partial=partial,
+        tp=tp,
     )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
@@ -66,6 +74,7 @@ def calibrate_codecs(
     progress: Progress | None = None,
     engine: str = "transformers",
     partial: Path | None = None,
+    tp: int = 1,
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -81,7 +90,9 @@ def calibrate_codecs(
             f"{source.description}: {source.count} tokens leave {rows} beyond the first {n_sink} "
             f"of their sequence, expected at least {_MIN_ROWS}; give more tokens"
         )
-    run = Run(model_dir, source, device, n_sink, progress, partial)
+    if tp > 1 and engine != "sglang":
+        raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
+    run = Run(model_dir, source, device, n_sink, progress, partial, tp)
     observed = ENGINES[engine](run)
     facts = {
         "tool": f"oscar_sglang {__version__}",

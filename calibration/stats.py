@@ -36,6 +36,19 @@ class Moments:
     held_v: torch.Tensor
 
 
+def join_heads(parts: list[Moments]) -> Moments:
+    """Moments of a layer whose KV heads were seen in ``parts``, in order, over the same rows."""
+    first = parts[0]
+    if any(p.count != first.count or len(p.held_k) != len(first.held_k) for p in parts):
+        raise ValueError("the parts saw different rows")
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([getattr(p, name) for p in parts], 1 if name.startswith("held") else 0)
+
+    names = ("k_mean", "ktk", "vtv", "qtq", "oto", "held_k", "held_v")
+    return Moments(first.count, *map(joined, names))
+
+
 class Reservoir:
     """The ``capacity`` rows with the smallest hashed index among all rows offered."""
 

@@ -39,6 +39,8 @@ SIGNATURES = {
     "UnifiedRadixCache.swa_reprefill_tail_tokens": ("self",),
     "Scheduler.get_internal_state": ("self", "recv_req"),
     "ReqToTokenPool.alloc": ("self", "reqs"),
+    "enable_fused_set_kv_buffer": ("forward_batch",),
+    "SchedulerMetricsReporter._init_metrics": ("self", "tp_rank", "pp_rank", "dp_rank"),
     "SchedulerMetricsReporter.report_prefill_stats": ("self", "..."),
     "SchedulerMetricsReporter.report_decode_stats": ("self", "..."),
     "SchedulerMetricsReporter._maybe_log_idle_metrics": ("self",),

@@ -2,13 +2,16 @@
 
 SGLang's ModelRunner runs in this process, with a 16-bit (or 32-bit) cache and without the
 scheduler. Its attention backend is wrapped: each layer's q, k, v and output of a prefill go to the
-accumulator on the way. Under tensor parallelism a rank would see its own heads only; this entry
-point runs one rank.
+accumulator on the way. Under tensor parallelism each rank is a process that sees its own heads;
+what they gathered is put side by side.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from typing import Any
 import torch
 
 from .calibration.collect import Accumulator, Progress
-from .calibration.stats import Moments
+from .calibration.errors import CalibrationError
+from .calibration.stats import Moments, join_heads
 from .launch_server import enter_cpu_mode
 
 
@@ -38,22 +42,55 @@ class StatisticsBackend:
         return out
 
 
-@torch.no_grad()
 def collect_in_sglang(
     model_dir: Path | str,
     sequences: Sequence[torch.Tensor],
     n_sink: int = 64,
     device: str = "cpu",
     progress: Progress | None = None,
+    tp: int = 1,
     **flags: Any,
 ) -> tuple[list[Moments], list[str]]:
     """``collect`` inside SGLang: moments per layer, and the names of the model's parameters.
 
-    ``flags`` are SGLang's server arguments in Python spelling, e.g. ``quantization="fp8"``.
+    ``tp`` ranks share the model, each a process with a device of its own (on a CPU, a share of the
+    cores); KV heads must be a multiple. ``flags`` are SGLang's server arguments in Python spelling,
+    e.g. ``quantization="fp8"``.
     """
+    sequences = list(sequences)
+    if tp == 1:
+        return _collect(0, Path(model_dir), sequences, n_sink, device, progress, flags)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        flags = {"tp_size": tp, "nccl_port": s.getsockname()[1]} | flags
+    with tempfile.TemporaryDirectory() as folder:
+        work = (Path(model_dir), sequences, n_sink, device, flags, Path(folder))
+        torch.multiprocessing.start_processes(_rank, work, nprocs=tp, start_method="spawn")
+        ranks = [torch.load(Path(folder) / f"{i}.pt", weights_only=True) for i in range(tp)]
+    layers = zip(*(moments for moments, _ in ranks), strict=True)
+    joined = [join_heads([Moments(**fields) for fields in layer]) for layer in layers]
+    if progress:
+        tokens = sum(map(len, sequences))
+        progress("running SGLang", tokens, tokens)
+    return joined, ranks[0][1]
+
+
+def _rank(rank: int, model_dir, sequences, n_sink, device, flags, folder: Path) -> None:
+    if device == "cpu":  # SGLang wants to know each rank's cores
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // flags["tp_size"])
+        groups = [cores[i * share : (i + 1) * share] or cores for i in range(flags["tp_size"])]
+        binding = "|".join(f"{g[0]}-{g[-1]}" for g in groups)
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+    moments, names = _collect(rank, model_dir, sequences, n_sink, device, None, flags)
+    torch.save(([vars(m) for m in moments], names), folder / f"{rank}.pt")
+
+
+@torch.no_grad()
+def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
+    """Moments of this rank's heads."""
     tokens = sum(map(len, sequences))
-    longest = max(map(len, sequences))
-    runner = _load(Path(model_dir), device, longest, flags)
+    runner = _load(model_dir, device, rank, max(map(len, sequences)), flags)
     accumulator = Accumulator(n_sink)
     runner.attn_backend = StatisticsBackend(runner.attn_backend, accumulator)
     try:
@@ -71,8 +108,8 @@ def collect_in_sglang(
         gc.collect()
 
 
-def _load(model_dir: Path, device: str, longest: int, flags: dict[str, Any]):
-    """SGLang's ModelRunner, one rank, room for one sequence."""
+def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str, Any]):
+    """SGLang's ModelRunner of one rank, room for one sequence."""
     if device == "cpu":
         enter_cpu_mode()
         flags = {"dtype": "float32", "attention_backend": "torch_native"} | flags
@@ -89,8 +126,13 @@ def _load(model_dir: Path, device: str, longest: int, flags: dict[str, Any]):
         mem_fraction_static=0.8,
         **flags,
     )
+    kv_heads = args.get_model_config().get_total_num_kv_heads()
+    if kv_heads % args.tp_size:
+        raise CalibrationError(
+            f"{args.tp_size} ranks cannot share {kv_heads} KV heads evenly; use fewer (--tp)"
+        )
     set_global_server_args_for_scheduler(args)
-    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), rank, rank)
     return loaded.torch_runner
 
 

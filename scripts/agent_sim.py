@@ -8,6 +8,8 @@ starts a server for every page size, with the flags after ``--``, and runs every
 prefix cache is flushed. A small ``--max-total-tokens`` makes eviction and retraction. Prompts are
 pieces of ``--tokens FILE.npz`` (arrays of token ids), else random ids below ``--vocab``; a trained
 model needs text, because its answers to random ids hardly depend on them.
+Where exact sink rows get lost in a small sink cache, hits of equal length differ, too: give
+``--oscar-sink-cache-tokens`` as many as slots to have only rounding left there.
 
 The report: sessions that differ and the KL at their first differing token (``lib/agents.py`` says
 what a tie, a drift and corruption are), GPU and host memory and slots in use before and after,
@@ -21,6 +23,7 @@ import argparse
 import importlib.metadata
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -68,14 +71,24 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def gpu_mb() -> float | None:
+    """Memory in use on the GPU, by NVML or else by nvidia-smi."""
+    if (used := gpu_used()) is not None:
+        return round(used / MB, 1)
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return float(subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0])
+
+
 def usage(client: Client) -> dict:
     """What the idle server holds; host memory of a server that we started."""
     client.abort_all()
     client.flush()
     state = client.internal_state().get("oscar", {})
     used = {k: state[k] for k in ("history_tokens", "tokens_capacity") if k in state}
-    if (gpu := gpu_used()) is not None:
-        used["gpu_mb"] = round(gpu / MB, 1)
+    if (gpu := gpu_mb()) is not None:
+        used["gpu_mb"] = gpu
     if isinstance(client, Server):
         root = psutil.Process(client.process.pid)
         family = [root, *root.children(recursive=True)]

@@ -17,13 +17,13 @@ from oscar_sglang.kernels.layout import MemoryPlan, WindowLayout
 RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (8192, 32768, 131072)
 WHEN = {
-    "feedback": "default: fastest store of the good ones, all in CUDA",
-    "accurate": "retrieval over long contexts matters more than the time to store a token",
-    "compact": "6% more tokens than `feedback` for hardly more error",
-    "accurate-compact": "most tokens and the search of `accurate`",
-    "aligned": "prefill speed matters most: no error feedback",
+    "feedback": "default; store and attention in CUDA",
+    "accurate": "retrieval matters more than speed: on a GPU its store is slow (portable Triton)",
+    "compact": "6% more tokens than `feedback`; on a GPU store and attention are portable Triton",
+    "accurate-compact": "both of the above: the least error at the fewest bits, the slowest store",
+    "aligned": "the fastest store: no error feedback",
     "oscar": "comparing with the paper, or rotations imported from RotationZoo",
-    "lloyd": "the least metadata without calibrated grids",
+    "lloyd": "comparing; few bits without a calibrated grid, portable Triton on a GPU",
 }
 
 

@@ -1,6 +1,6 @@
 """Run by test_gpu_backend.py in a process of its own: the GPU backend against the reference.
 
-    python backend_parity.py MODEL
+    python backend_parity.py MODEL CODEC
 
 The GPU backend's Triton kernels run under the interpreter and FlashAttention is replaced
 by the reference. Prints one JSON object: relative differences of logits, sink-cache counters.
@@ -37,10 +37,11 @@ def scenario(runner: Runner, base: int) -> list[torch.Tensor]:
     return out
 
 
-def main(model: str) -> None:
+def main(model: str, codec: str) -> None:
     runner = Runner(
         model,
         "auto",
+        oscar_codec=codec,
         skip_tokenizer_init=True,
         rows=9,
         max_total_tokens=2048,
@@ -76,4 +77,4 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

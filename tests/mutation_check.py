@@ -144,10 +144,11 @@ KERNEL_FAULTS = {
     "merge: splits weighed alike": Fault(
         "merge.py", "tl.where(used, tl.exp2(m_i - m_new), 0.0)", "tl.where(used, 1.0, 0.0)"
     ),
-    "materialise: a row too many of history": Fault(
+    # A row too many of history would change nothing: the exact row is written over it.
+    "materialise: first exact row left out": Fault(
         "materialise.py",
-        "(pos >= n_sink) & (pos < boundary)",
-        "(pos >= n_sink) & (pos <= boundary)",
+        "(pos >= n_sink) & (pos >= boundary)",
+        "(pos >= n_sink) & (pos > boundary)",
     ),
     "materialise: V decoded from K": Fault(
         "materialise.py",
@@ -207,7 +208,7 @@ def failing_tests(fault: Fault | None, tests: tuple[str, ...]) -> list[str]:
                 mutate(fault)
             options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
             # The interpreter is slow: one failing test will do.
-            options += ["-x"] if tests is KERNEL_TESTS else ["-k", SKIP]
+            options += ["-x"] if set(tests) == set(KERNEL_TESTS) else ["-k", SKIP]
             pytest.main([*options, *(str(HERE / t) for t in tests)], plugins=[found])
         os.write(write, json.dumps(found.names[:400]).encode()[:60000])
         os._exit(0)
@@ -225,7 +226,8 @@ def check(faults: dict[str, Fault], tests: tuple[str, ...], wanted: list[str]) -
         raise SystemExit(f"fail even without a fault: {', '.join(clean)}")
     missed = 0
     for name, fault in faults.items():
-        names = failing_tests(fault, tests)
+        own = f"test_{Path(fault.file).stem}"  # first, as the kernels stop at the first failure
+        names = failing_tests(fault, tuple(sorted(tests, key=lambda t: own not in t)))
         missed += not names
         files = {f: [n for n in names if n.startswith(Path(f).name)] for f in tests}
         caught = "; ".join(f"{v[0]} (+{len(v) - 1})" for v in files.values() if v)
@@ -237,7 +239,7 @@ def main(wanted: list[str]) -> int:
     if unknown := set(wanted) - {*POOL_FAULTS, *KERNEL_FAULTS}:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
     sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
-    os.environ.setdefault("OSCAR_OWNERSHIP", "150x3")
+    os.environ.setdefault("OSCAR_OWNERSHIP", "400x3")
     from oscar_sglang.launch_server import enter_cpu_mode
 
     enter_cpu_mode()

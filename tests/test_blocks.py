@@ -13,7 +13,7 @@ import torch
 
 from oscar_sglang.calibration.hadamard import hadamard
 from oscar_sglang.calibration.methods import METHODS
-from oscar_sglang.kernels import codec_omni, reference
+from oscar_sglang.kernels import codec, codec_omni, reference
 from oscar_sglang.kernels.codec import OMNI, LayerParams, Rows
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
@@ -237,3 +237,8 @@ def test_bytes(head_dim, bits):
     assert store.num_bytes * 8 / (2 * 2 * head_dim * 4 * BLOCK) == pytest.approx(
         layout.bits_per_element
     )
+
+
+def test_keys_of_a_block_codec_have_no_codes_of_their_own():
+    with pytest.raises(ValueError, match="in blocks"):
+        codec.encode_k(OMNI, LayerParams(torch.eye(D), torch.eye(D)), torch.zeros(1, 1, D))

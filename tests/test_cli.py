@@ -53,6 +53,22 @@ def test_options_reach_the_artifact(model_dir, tmp_path):
     assert artifact.provenance["data"] == "sampled from the model, seed 5"
 
 
+@pytest.mark.parametrize("codec", ["accurate-compact", "lloyd"])
+def test_other_codecs_calibrate_inspect_and_verify(model_dir, tmp_path, capsys, codec):
+    out = tmp_path / "a.safetensors"
+    argv = ["--model", str(model_dir), "--tokens", "1200"]
+    assert main(["calibrate", *argv, "--out", str(out), "--codec", codec]) == 0
+    artifact = art.load(out)
+    assert artifact.codec == codec
+    assert {n.split(".")[2] for n in artifact.tensors()} == set(CODECS[codec].tensors(64))
+    assert ("k_sigmas" in artifact.options) == (CODECS[codec].meta == "compact")
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    assert codec in capsys.readouterr().out
+    assert main(["verify", str(out), *argv]) == 0
+    assert "fits this model" in capsys.readouterr().out
+
+
 def test_inspect_uncalibrated(model_dir, tmp_path, capsys):
     out = tmp_path / "a.safetensors"
     art.data_free(art.Fingerprint.of(model_dir)).save(out)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_models
 
 ROOT = Path(__file__).parents[1]
 _COMPARE = """
@@ -23,12 +24,12 @@ from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
 from oscar_sglang.sglang_stats import collect_in_sglang
 
 model, tokens = Path(sys.argv[1]), load_tokens(sys.argv[2], Path(sys.argv[1]), 3000)
-inside, names = collect_in_sglang(model, tokens.sequences)
+inside, names = collect_in_sglang(model, tokens.sequences, tp=int(sys.argv[3]))
 outside = collect(load_model(model, "cpu"), tokens.sequences)
 assert len(inside) == len(outside) and any("qkv_proj" in n for n in names)
 differ = total = 0
 for a, b in zip(inside, outside, strict=True):
-    assert a.count == b.count == sum(map(len, tokens.sequences)) - 2 * 64 - len(a.held_k)
+    assert a.count == b.count == sum(len(s) - 64 for s in tokens.sequences) - len(a.held_k)
     for field in ("k_mean", "ktk", "vtv", "qtq", "oto", "held_k", "held_v"):
         x, y = getattr(a, field), getattr(b, field)
         gap = float((x - y).norm() / y.norm())
@@ -54,13 +55,32 @@ def smollm2() -> Path:
     return target
 
 
-@pytest.mark.sglang
-def test_statistics_inside_sglang_equal_those_of_transformers(smollm2):
-    data = f"{ROOT / 'tests/data/smollm2_tokens.npz'}:cal_tech"
-    code = [sys.executable, "-c", _COMPARE, str(smollm2), data]
+def compare(*arguments) -> None:
+    code = [sys.executable, "-c", _COMPARE, *map(str, arguments)]
     done = subprocess.run(code, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith("same")
+
+
+@pytest.mark.sglang
+def test_statistics_inside_sglang_equal_those_of_transformers(smollm2):
+    compare(smollm2, f"{ROOT / 'tests/data/smollm2_tokens.npz'}:cal_tech", 1)
+
+
+@pytest.mark.sglang
+def test_ranks_see_their_own_heads(tmp_path):
+    """Two tensor-parallel ranks, one KV head each, put together."""
+    compare(tiny_models.with_tokenizer(tiny_models.llama(tmp_path / "model")), "random", 2)
+
+
+@pytest.mark.sglang
+def test_ranks_must_divide_the_heads(tmp_path):
+    model = tiny_models.llama(tmp_path / "model")
+    command = [sys.executable, "-m", "oscar_sglang.cli", "calibrate", "--model", str(model)]
+    command += ["--out", str(tmp_path / "a.safetensors"), "--tokens", "600", "--tp", "3"]
+    for engine, problem in (("sglang", "cannot share 2 KV heads"), ("transformers", "--engine")):
+        done = subprocess.run([*command, "--engine", engine], capture_output=True, text=True)
+        assert done.returncode != 0 and problem in done.stderr + done.stdout
 
 
 @pytest.mark.sglang

@@ -43,11 +43,10 @@ FAMILIES = {
 }
 
 
-def family(name: str, folder: Path) -> Path:
-    """One of ``FAMILIES``: random weights, biases included."""
+def family(name: str, folder: Path, **changes) -> Path:
+    """One of ``FAMILIES``: random weights, biases included; ``changes`` to its config."""
     torch.manual_seed(0)
-    config = FAMILIES[name]
-    config = AutoConfig.for_model(**{**_COMMON, **config})
+    config = AutoConfig.for_model(**{**_COMMON, **FAMILIES[name], **changes})
     return _write(AutoModelForCausalLM.from_config(config), folder)
 
 
@@ -82,4 +81,17 @@ def _write(model, folder: Path) -> Path:
             elif name.endswith(".bias"):
                 p.normal_(std=0.5)  # they start as zeros
     model.save_pretrained(folder)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """The model with a tokenizer that calls every token by its number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {str(i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

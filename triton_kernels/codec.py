@@ -159,7 +159,10 @@ class LayerParams(NamedTuple):
 
 
 def encode_k(spec: CodecSpec, params: LayerParams, k_rot: torch.Tensor) -> Rows:
-    """Encode rotated keys [T, Hk, D] float32."""
+    """Encode rotated keys [T, Hk, D] float32. Raises ValueError for a block codec, whose keys are
+    encoded together (``reference.seal``)."""
+    if spec.block > 1:
+        raise ValueError(f"keys of {spec.name} are encoded in blocks, not one by one")
     if spec.meta == "scale":
         return codec_lloyd.encode(k_rot)
     grid = _grid(params, 0)

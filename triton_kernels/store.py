@@ -76,32 +76,42 @@ def _feedback_codes(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _sweep(y, codes, step, lo, metric, ROWS: tl.constexpr, D: tl.constexpr):
-    """``codec_accurate.sweep``: better codes [ROWS, D] int32, and what is left of y."""
+def _times_metric(x, metric, ROWS: tl.constexpr, D: tl.constexpr):
+    """x @ G, float32 [ROWS, D]."""
+    BK: tl.constexpr = 64 if D > 64 else D  # as in _rotate
     cols = tl.arange(0, D)
-    error = y - (codes.to(tl.float32) * step[:, None] + lo[:, None])
+    parts = tl.reshape(x, [ROWS, D // BK, BK])
+    which = tl.arange(0, D // BK)[None, :, None]
+    y = tl.zeros([ROWS, D], tl.float32)
+    for k in tl.static_range(0, D // BK):
+        part = tl.sum(tl.where(which == k, parts, 0.0), 1)
+        some = k * BK + tl.arange(0, BK)
+        matrix = tl.load(metric + some[:, None] * D + cols[None, :])
+        y = tl.dot(part, matrix, y, input_precision="tf32x3")
+    return y
+
+
+@triton.jit
+def _sweep(y, codes, step, lo, metric, ROWS: tl.constexpr, D: tl.constexpr):
+    """``codec_accurate.sweep``: better codes [ROWS, D] int32, and what is left of y. Every channel
+    says where it would move; one after the other, only the channel whose turn it is does."""
+    cols = tl.arange(0, D)
+    c = codes.to(tl.float32)
+    gradient = _times_metric(y - (c * step[:, None] + lo[:, None]), metric, ROWS, D)
+    curvature = tl.load(metric + cols * (D + 1))[None, :] * step[:, None]
+    inverse = tl.where(curvature > 0, 1.0 / tl.where(curvature > 0, curvature, 1.0), 0.0)
     for j in range(D):
-        here = cols[None, :] == j
-        gradient = tl.sum(error * tl.load(metric + j * D + cols)[None, :], 1)
-        curvature = tl.load(metric + j * D + j) * step
-        safe = tl.where(curvature > 0, curvature, 1.0)
-        move = tl.where(curvature > 0, tl.div_rn(gradient, safe), 0.0)
-        old = tl.sum(tl.where(here, codes, 0), 1).to(tl.float32)
-        new = nearest_code(old + move, 1.0, 0.0)
-        error = tl.where(here, error - ((new - old) * step)[:, None], error)
-        codes = tl.where(here, new.to(tl.int32)[:, None], codes)
-    return codes, error
+        moved = nearest_code(c + gradient * inverse, 1.0, 0.0)
+        change = tl.where(cols[None, :] == j, moved - c, 0.0)
+        c += change
+        gradient -= (tl.sum(change, 1) * step)[:, None] * tl.load(metric + j * D + cols)[None, :]
+    return c.to(tl.int32), y - (c * step[:, None] + lo[:, None])
 
 
 @triton.jit
 def _metric_energy(x, metric, ROWS: tl.constexpr, D: tl.constexpr):
     """x G x^T per row: x [ROWS, D] -> [ROWS] float32."""
-    cols = tl.arange(0, D)
-    energy = tl.zeros([ROWS], tl.float32)
-    for j in range(D):
-        product = tl.sum(x * tl.load(metric + j * D + cols)[None, :], 1)
-        energy += product * tl.sum(tl.where(cols[None, :] == j, x, 0.0), 1)
-    return energy
+    return tl.sum(_times_metric(x, metric, ROWS, D) * x, 1)
 
 
 @triton.jit

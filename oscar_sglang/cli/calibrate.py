@@ -31,6 +31,9 @@ def add(commands) -> None:
         choices=("transformers", "sglang"),
         help="what runs the model; sglang for checkpoints transformers cannot hold (FP8, AWQ)",
     )
+    p.add_argument(
+        "--tp", type=positive, default=1, help="ranks that share the model (sglang; default 1)"
+    )
     p.set_defaults(run=run)
 
 
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             seed=args.seed,
             progress=progress,
             engine=args.engine,
+            tp=args.tp,
             partial=out.with_name(f"{out.name}.partial"),
         )
     artifact.save(out)

@@ -22,14 +22,14 @@ def case(row: dict) -> tuple:
 
 
 def merge(old: Iterable[dict], new: Iterable[dict]) -> list[dict]:
-    """``old`` with the rows of ``new``, which replace those of the same case and cache.
+    """``old`` with the rows of ``new``, which replace those of the same case, cache and window.
 
     Rows without conditions, of an older format, are left out: nothing says what they compare with.
     """
     rows = {}
     for row in [*old, *new]:
         if "conditions" in row:
-            rows[row["cache"], case(row)] = row
+            rows[row["cache"], case(row), row.get("prefix_window")] = row
     return list(rows.values())
 
 
@@ -66,7 +66,8 @@ def label(row: dict) -> str:
         case "decode":
             return f"decode, {batch} x {thousands(context)}"
         case "ttft":
-            return f"first token, {row['turn']} on {thousands(context)}"
+            reused = ", window reused" if row.get("prefix_window") == "reuse" else ""
+            return f"first token, {row['turn']} on {thousands(context)}{reused}"
         case "job" if row["variant"] == "hot":
             return f"job, {thousands(context)}, all cached"
         case "job":
@@ -110,13 +111,17 @@ def markdown(rows: list[dict]) -> Iterator[str]:
         yield from [""] * (i > 0)
         yield f"| {model} | BF16 | FP8 | int2 | against BF16 | against FP8 |"
         yield "|---|---|---|---|---|---|"
-        cases: dict[tuple, dict[str, dict]] = {}
-        for row in ordered(r for r in rows if r["model"] == model):
-            cases.setdefault(case(row), {})[row["cache"]] = row
-        for found in cases.values():
-            cells = [label(next(iter(found.values())))]
+        mine = ordered(r for r in rows if r["model"] == model)
+        baselines = {(r["cache"], case(r)): r for r in mine if r["cache"] in BASELINES}
+        lines = [r for r in mine if r["cache"] == "int2"]
+        missing = {case(r) for r in baselines.values()} - {case(r) for r in lines}
+        lines += [next(r for r in mine if case(r) == c) for c in missing]
+        for row in ordered(lines):
+            found = {c: baselines.get((c, case(row))) for c in BASELINES}
+            found["int2"] = row if row["cache"] == "int2" else None
+            cells = [label(row)]
             cells += [_cell(found.get(cache)) for cache in (*BASELINES, "int2")]
             for cache in BASELINES:
-                ratio = found.get("int2", {}).get("speedup_" + cache)
+                ratio = row.get("speedup_" + cache)
                 cells.append("" if ratio is None else f"**{ratio:.2f}x**")
             yield "| " + " | ".join(cells) + " |"

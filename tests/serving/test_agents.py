@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import agent_sim
 import pytest
 from agents import Turn, Workload, compare, kl_bound, plan, probe, report, simulate
 from safetensors.torch import load_file, save_file
@@ -100,6 +101,25 @@ def test_a_large_difference_is_probed(ways, kind):
     found, _ = compare(0, 0, turn, [1], [SURE])
     assert found.kl > 1 and found.kind(foreign=5.0) == "corrupt"
     assert probe(Recorded(list(ways)), found, turn, SURE, 2).kind(foreign=5.0) == kind
+
+
+CALM = {"history_tokens": 0, "tokens_capacity": 900, "gpu_mb": 4000.0}
+TROUBLE = {
+    "corrupt": ({"corrupt": 2}, "2 corrupt turns"),
+    "slots": ({"after": {**CALM, "history_tokens": 3}}, "3 slots not given back"),
+    "capacity": ({"after": {**CALM, "tokens_capacity": 899}}, "capacity"),
+    "growth": ({"after": {**CALM, "gpu_mb": 4065.0}}, "grew by 65 MB"),
+    "log": ({"log": {"errors": ["Traceback"]}}, "log: Traceback"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_what_makes_a_soak_fail(name):
+    calm = {"corrupt": 0, "before": CALM, "after": {**CALM, "gpu_mb": 4060.0}}
+    assert agent_sim.problems(calm, growth_mb=64) == []
+    change, text = TROUBLE[name]
+    (found,) = agent_sim.problems({**calm, **change}, growth_mb=64)
+    assert text in found
 
 
 def test_prompts_from_text():

@@ -13,12 +13,15 @@ import tiny_models
 pytestmark = pytest.mark.sglang
 
 
-def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "codec, make", [("feedback", tiny_models.qwen3), ("compact", tiny_models.llama)]
+)
+def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, make):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
-    model = tiny_models.qwen3(tmp_path / "model")
+    model = make(tmp_path / "model")
     script = Path(__file__).parents[1] / "backend_parity.py"
     done = subprocess.run(
-        [sys.executable, script, model], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, script, model, codec], stdout=subprocess.PIPE, text=True, check=True
     )
     result = json.loads(done.stdout.splitlines()[-1])
     # Both store the same codes; logits differ by float32 rounding and FP16 operands of attend.

@@ -69,6 +69,7 @@ def test_adapters_share_one_cache(tmp_path):
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--skip-tokenizer-init"]
     flags += ["--oscar-artifact", str(tmp_path / "artifact.safetensors")]
     flags += ["--max-total-tokens", "1000", "--max-running-requests", "4", "--oscar-debug-tags"]
+    flags += ["--oscar-prefix-window", "reuse"]  # else so short a prompt is never taken from it
     flags += ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths"]
     flags += [f"{name}={tmp_path / name}" for name in folders if name]
     (tmp_path / "path").mkdir()

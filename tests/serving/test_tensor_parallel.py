@@ -1,0 +1,35 @@
+"""Two ranks with one KV head each, against one rank with both."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+from server import Server
+
+pytestmark = pytest.mark.sglang
+
+FLAGS = ["--device", "cpu", "--dtype", "float32", "--kv-cache-dtype", "int2"]
+FLAGS += ["--skip-tokenizer-init", "--max-total-tokens", "2000", "--disable-overlap-schedule"]
+WINDOWS = ["--oscar-sink-tokens", "4", "--oscar-recent-tokens", "16"]
+PROMPTS = [list(range(1, 200)), list(range(1, 150)) + [7] * 40, [5] * 30]
+
+
+def answers(model, log, *flags) -> list[list[tuple[float, int]]]:
+    """(logprob, id) of each token; the second prompt continues a cached prefix of the first."""
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # SGLang wants cores per rank
+    with Server(model, log, *FLAGS, *WINDOWS, *flags, env=env, timeout=300) as server:
+        state = server.state()
+        found = [server.generate(p, 12, return_logprob=True)["meta_info"] for p in PROMPTS]
+        assert state["bytes"] == state["planned_bytes"]
+        return [[(x[0], x[1]) for x in f["output_token_logprobs"]] for f in found], state["bytes"]
+
+
+def test_two_ranks_answer_like_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
+    model = tiny_models.llama(tmp_path / "model")
+    one, whole = answers(model, tmp_path / "one.log")
+    two, share = answers(model, tmp_path / "two.log", "--tp", "2")
+    assert share["history"] * 2 == whole["history"] and share["windows"] * 2 == whole["windows"]
+    for a, b in zip(one, two, strict=True):
+        assert [token for _, token in a] == [token for _, token in b]
+        assert max(abs(x - y) for (x, _), (y, _) in zip(a, b, strict=True)) < 2e-3

@@ -1,0 +1,42 @@
+"""The README's table of codecs is the one that the memory plan and the measurements give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import codec_table
+import pytest
+
+from oscar_sglang.config import OscarConfig
+from oscar_sglang.kernels.codec import CODECS
+from oscar_sglang.sizing import make_plan
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_readme_shows_the_table():
+    readme = README.read_text().splitlines()
+    for line in codec_table.table():
+        assert line in readme, "run scripts/codec_table.py"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_bits_are_those_of_the_plan_a_server_makes(codec):
+    plan = make_plan(
+        OscarConfig(codec=codec), layers=36, kv_heads=8, head_dim=128, itemsize=2,
+        budget_bytes=64 << 30, max_running_requests=8, device="cuda", context_length=131072,
+    )  # fmt: skip
+    for context in codec_table.CONTEXTS:
+        assert codec_table.bits(codec, context) == plan.effective_bits(context)
+    # A store of a row at head_dim 128: 32 bytes of codes and the metadata, for K and for V.
+    meta = {"affine": 8, "compact": 4, "scale": 4}[CODECS[codec].meta]
+    assert plan.bytes_per_token == 36 * 8 * (64 + meta)
+    floats = sum(t.numel() for t in _tensors(codec)) // 8
+    assert plan.codec_bytes == 36 * 8 * 4 * floats
+
+
+def _tensors(codec: str):
+    from oscar_sglang.artifact import Fingerprint, data_free
+
+    fingerprint = Fingerprint("LlamaForCausalLM", 1, 32, 8, 128, "{}", "0")
+    return data_free(fingerprint, codec).tensors().values()
