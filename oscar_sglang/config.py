@@ -112,7 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("sink_cache_tokens"),
         type=int,
-        help="exact sink rows for cached prefixes (default 2 x sink tokens x running requests)",
+        help="exact sink rows for cached prefixes (default: 2 x sink tokens x running requests, or "
+        "1%% of the memory if that is more)",
     )
     add(
         flag("scratch_tokens"),

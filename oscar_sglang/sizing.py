@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 # of the sink cache) may take this share of the cache's memory, or half of it for the first few.
 _WINDOW_SHARE = 1 / 8
 _FEW_REQUESTS, _MAX_DEFAULT_REQUESTS = 8, 256
+# Sinks of cached prefixes: two prefixes per running request, or this share of the memory, so that
+# few long sessions do not push each other's sinks out.
+_SINK_CACHE_SHARE = 1 / 100
 # On a GPU the prefix of a turn is best materialised in one piece: 128k tokens are 0.5 GB at 8 heads
 # of 128. Time to first token on a 100k prefix, H200: 4 pieces 149 ms; 1 piece 124 ms, in a run that
 # shared the GPU with another process.
@@ -32,6 +35,14 @@ def default_requests(budget_bytes: int, request_bytes: int, max_tokens: int | No
     few = min(_FEW_REQUESTS, budget_bytes // 2 // request_bytes)
     most = min(_MAX_DEFAULT_REQUESTS, max_tokens or _MAX_DEFAULT_REQUESTS)
     return max(1, min(max(wanted, few), most))
+
+
+def default_sink_rows(
+    sink_tokens: int, requests: int, budget_bytes: int, row_bytes: int, max_tokens: int | None
+) -> int:
+    """Rows of the sink cache when the user names no number; more than slots would be of no use."""
+    wanted = max(2 * sink_tokens * requests, int(budget_bytes * _SINK_CACHE_SHARE) // row_bytes)
+    return min(wanted, max(max_tokens, sink_tokens)) if max_tokens else wanted
 
 
 def make_plan(
@@ -53,9 +64,10 @@ def make_plan(
     """
     spec = CODECS[config.codec]
     windows = WindowLayout(config.sink_tokens, config.recent_tokens)
+    exact_row = layers * kv_heads * 2 * head_dim * itemsize
     if max_running_requests is None:
         sinks = 0 if config.sink_cache_tokens else 2 * config.sink_tokens
-        row = layers * (windows.tokens + sinks) * kv_heads * 2 * head_dim * itemsize
+        row = (windows.tokens + sinks) * exact_row
         fit = max_total_tokens and max(1, max_total_tokens // windows.tokens)
         max_running_requests = default_requests(budget_bytes, row, fit)
         logger.info(
@@ -64,12 +76,15 @@ def make_plan(
             row / 2**20,
         )
     on_cpu = device == "cpu"
+    sink_rows = config.sink_cache_tokens or default_sink_rows(
+        config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
+    )
     return MemoryPlan(
         layers=layers,
         history=spec.layout(kv_heads, head_dim),
         windows=windows,
         rows=max_running_requests + 1,  # row 0 is SGLang's padding row
-        sink_cache_rows=config.sink_cache_tokens or 2 * config.sink_tokens * max_running_requests,
+        sink_cache_rows=sink_rows,
         scratch_tokens=config.scratch_tokens
         or min(_SCRATCH_TOKENS["cpu" if on_cpu else "cuda"], context_length),
         itemsize=itemsize,

@@ -53,6 +53,15 @@ def test_a_fixed_sink_cache_is_not_charged_to_requests():
     assert plan(55, sink_cache_tokens=1000).rows > plan(55).rows
 
 
+@pytest.mark.parametrize(
+    "budget, requests, tokens, rows",
+    [(54, 32, None, 4096), (54, 2, None, 3932), (54, 2, 1000, 1000), (1, 2, None, 256)],
+)
+def test_default_sink_cache(budget, requests, tokens, rows):
+    """Two prefixes a request, a hundredth of the memory if that is more, a row per slot at most."""
+    assert plan(budget, requests, tokens).sink_cache_rows == rows
+
+
 def test_log_block_tells_every_part():
     p = plan(55, requests=32)
     parts = {"history": 50 * GB, "windows": p.window_bytes, "sink_cache": p.sink_cache_bytes}

@@ -19,7 +19,6 @@ from .plan import plan_attend
 from .store import store
 from .views import LayerView, TokenBatch
 
-
 # Tokens up to which codes are written beside merge: latency counts there. With more, store fills
 # the device by itself and merge needs all of it (measured on an H200: 8 gain 6%, 32 lose 2%).
 _ENCODE_IN_MERGE = 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import tiny_models
 from server import Server
@@ -14,10 +16,15 @@ WINDOWS = ["--oscar-sink-tokens", "4", "--oscar-recent-tokens", "16"]
 PROMPTS = [list(range(1, 200)), list(range(1, 150)) + [7] * 40, [5] * 30]
 
 
-def answers(model, log, *flags) -> list[list[tuple[float, int]]]:
-    """(logprob, id) of each token; the second prompt continues a cached prefix of the first."""
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # SGLang wants cores per rank
-    with Server(model, log, *FLAGS, *WINDOWS, *flags, env=env, timeout=300) as server:
+def answers(model, log, ranks: int) -> tuple[list[list[tuple[float, int]]], dict[str, int]]:
+    """(logprob, id) of each token, and the cache's bytes; the second prompt continues a cached
+    prefix of the first."""
+    cores = sorted(os.sched_getaffinity(0))
+    env = {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(ranks))
+    }
+    flags = [*FLAGS, *WINDOWS, "--tp", str(ranks)]
+    with Server(model, log, *flags, env=env, timeout=300) as server:
         state = server.state()
         found = [server.generate(p, 12, return_logprob=True)["meta_info"] for p in PROMPTS]
         assert state["bytes"] == state["planned_bytes"]
@@ -27,8 +34,8 @@ def answers(model, log, *flags) -> list[list[tuple[float, int]]]:
 def test_two_ranks_answer_like_one(tmp_path, monkeypatch):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
     model = tiny_models.llama(tmp_path / "model")
-    one, whole = answers(model, tmp_path / "one.log")
-    two, share = answers(model, tmp_path / "two.log", "--tp", "2")
+    one, whole = answers(model, tmp_path / "one.log", 1)
+    two, share = answers(model, tmp_path / "two.log", 2)
     assert share["history"] * 2 == whole["history"] and share["windows"] * 2 == whole["windows"]
     for a, b in zip(one, two, strict=True):
         assert [token for _, token in a] == [token for _, token in b]
