@@ -44,15 +44,18 @@ class Tokens:
 
 
 def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tokens:
-    """At most ``tokens`` ids from ``source``: ``random``, a text FILE, or NPZ:KEY.
+    """At most ``tokens`` ids from ``source``: ``random``, ``random:N``, a text FILE, or NPZ:KEY.
 
-    Random ids are uniform over the vocabulary; every such sequence starts with BOS if the model has
-    one. Raises CalibrationError if the source cannot be read or does not suit the vocabulary.
+    Random ids are uniform over the vocabulary, in sequences of N (``SEQUENCE``) that start with BOS
+    if the model has one. Raises CalibrationError if the source cannot be read or does not suit the vocabulary.
     """
     config = read_config(model_dir)
     vocab = vocabulary(model_dir)
-    if source == RANDOM:
-        length = min(SEQUENCE, text_config(config).get("max_position_embeddings") or SEQUENCE)
+    if source == RANDOM or source.startswith(RANDOM + ":"):
+        asked = source.partition(":")[2] or str(SEQUENCE)
+        if not asked.isdecimal() or int(asked) < 1:
+            raise CalibrationError(f"{source}: give the length of a sequence, e.g. {RANDOM}:2048")
+        length = min(int(asked), text_config(config).get("max_position_embeddings") or SEQUENCE)
         sequences = _random(vocab, _bos(config), tokens, seed, length)
         return Tokens(sequences, f"uniform random ids, seed {seed}", seed)
     path, _, key = source.rpartition(":")

@@ -20,7 +20,7 @@ def add(commands) -> None:
         "--data",
         default="random",
         metavar="SOURCE",
-        help="random (default), a UTF-8 text file, or NPZ:KEY with token ids",
+        help="random (default; random:N: sequences of N), a UTF-8 text file, or NPZ:KEY with ids",
     )
     p.add_argument("--tokens", type=positive, default=8192, help="tokens to run (default 8192)")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")

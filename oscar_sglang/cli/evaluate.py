@@ -29,7 +29,7 @@ def add(commands) -> None:
         "--calibration",
         default="random",
         metavar="SOURCE",
-        help="calibrate on random ids (default), a text file, or NPZ:KEY",
+        help="calibrate on random ids (default; random:N: sequences of N), a text file, or NPZ:KEY",
     )
     add_arg(
         "--codecs",

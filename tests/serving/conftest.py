@@ -52,7 +52,7 @@ def artifacts(smollm2, tmp_path_factory) -> dict[str, Path]:
     """Calibrated artifacts of some codecs, from one pass over 4 x 2048 tokens."""
     from oscar_sglang.calibration import calibrate_codecs
 
-    names = ["feedback", "aligned", "oscar", "accurate-compact"]
+    names = ["feedback", "aligned", "oscar"]
     folder = tmp_path_factory.mktemp("artifacts")
     paths = {}
     for name, made in calibrate_codecs(smollm2, names, CALIBRATION, 8192).items():
