@@ -47,15 +47,17 @@ def load_tokens(source: str, model_dir: Path, tokens: int, seed: int = 0) -> Tok
     """At most ``tokens`` ids from ``source``: ``random``, ``random:N``, a text FILE, or NPZ:KEY.
 
     Random ids are uniform over the vocabulary, in sequences of N (``SEQUENCE``) that start with BOS
-    if the model has one. Raises CalibrationError if the source cannot be read or does not suit the vocabulary.
+    if the model has one. Raises CalibrationError if the source cannot be read or does not suit the
+    vocabulary.
     """
     config = read_config(model_dir)
     vocab = vocabulary(model_dir)
     if source == RANDOM or source.startswith(RANDOM + ":"):
         asked = source.partition(":")[2] or str(SEQUENCE)
         if not asked.isdecimal() or int(asked) < 1:
-            raise CalibrationError(f"{source}: give the length of a sequence, e.g. {RANDOM}:2048")
-        length = min(int(asked), text_config(config).get("max_position_embeddings") or SEQUENCE)
+            raise CalibrationError(f"{source}: give the length of a sequence, as {RANDOM}:2048")
+        longest = text_config(config).get("max_position_embeddings") or SEQUENCE
+        length = min(int(asked), longest)
         sequences = _random(vocab, _bos(config), tokens, seed, length)
         return Tokens(sequences, f"uniform random ids, seed {seed}", seed)
     path, _, key = source.rpartition(":")

@@ -1,10 +1,10 @@
 """Does it matter what a codec is calibrated on? KL of ``feedback`` per source of tokens.
 
-    python scripts/eval_sources.py --model DIR --tokens NPZ [--context 2048] [--json OUT] [SOURCE...]
+    python scripts/eval_sources.py --model DIR --tokens NPZ [--context N] [--json OUT] [SOURCE...]
 
-Sources as in ``oscar-sglang calibrate --data``; by default prose, code, what the model samples itself
-(``random:2048``) and plain uniform ids, all in sequences of 2048: K's mean after RoPE depends on the
-positions it is taken over, so sources compare at one length.
+Sources as in ``oscar-sglang calibrate --data``; by default prose, code, what the model samples
+itself (``random:2048``) and plain uniform ids, all in sequences of 2048: K's mean after RoPE
+depends on the positions it is taken over, so sources compare at one length.
 """
 
 from __future__ import annotations

@@ -239,6 +239,11 @@ def test_random_tokens_are_seeded_and_start_with_bos(model_dir):
     assert [len(s) for s in a.sequences] == [4096, 904]  # max_position_embeddings
     assert all(int(s[0]) == 1 for s in a.sequences)
     assert a.hash == b.hash != c.hash
+    short = load_tokens("random:2000", model_dir, 5000)
+    assert [len(s) for s in short.sequences] == [2000, 2000, 1000] and short.seed == 0
+    for bad in ("random:0", "random:x"):
+        with pytest.raises(CalibrationError, match="length of a sequence"):
+            load_tokens(bad, model_dir, 5000)
 
 
 def test_npz_tokens(model_dir, tmp_path):
