@@ -66,6 +66,7 @@ class Request:
     hit: int = 0
     lost_sinks: list[int] = field(default_factory=list)
     req_pool_idx: int | None = None
+    prefix_indices: torch.Tensor | tuple = ()  # slots taken from the tree
     cache_protected_len: int = 0
     last_node: object = None
     extra_key: None = None
@@ -169,6 +170,7 @@ class Machine:
             request = Request(wanted, min(self.context, len(wanted) + self.rng.randrange(1, 24)))
         key = RadixKey(array("q", request.wanted[:-1]))
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        request.prefix_indices = match.device_indices
         self.rows.alloc([request])
         hit = len(match.device_indices)
         request.done = request.hit = request.cache_protected_len = hit
