@@ -40,9 +40,15 @@ def default_requests(budget_bytes: int, request_bytes: int, max_tokens: int | No
 def default_sink_rows(
     sink_tokens: int, requests: int, budget_bytes: int, row_bytes: int, max_tokens: int | None
 ) -> int:
-    """Rows of the sink cache when the user names no number; more than slots would be of no use."""
-    wanted = max(2 * sink_tokens * requests, int(budget_bytes * _SINK_CACHE_SHARE) // row_bytes)
-    return min(wanted, max(max_tokens, sink_tokens)) if max_tokens else wanted
+    """Rows of the sink cache when the user names no number.
+
+    ``max_tokens``: --max-total-tokens; an eighth of them as sinks is plenty, all of them a limit.
+    """
+    share = int(budget_bytes * _SINK_CACHE_SHARE) // row_bytes
+    if max_tokens is None:
+        return max(2 * sink_tokens * requests, share)
+    wanted = max(2 * sink_tokens * requests, min(share, max_tokens // 8))
+    return min(wanted, max(max_tokens, sink_tokens))
 
 
 def make_plan(

@@ -55,10 +55,13 @@ def test_a_fixed_sink_cache_is_not_charged_to_requests():
 
 @pytest.mark.parametrize(
     "budget, requests, tokens, rows",
-    [(54, 32, None, 4096), (54, 2, None, 3932), (54, 2, 1000, 1000), (1, 2, None, 256)],
+    [
+        *((54, 32, None, 4096), (54, 2, None, 3932), (1, 2, None, 256)),
+        *((54, 2, 8000, 1000), (54, 2, 1000, 256), (54, 32, 1000, 1000), (54, 1, 10, 64)),
+    ],
 )
 def test_default_sink_cache(budget, requests, tokens, rows):
-    """Two prefixes a request, a hundredth of the memory if that is more, a row per slot at most."""
+    """Two prefixes a request, or a hundredth of the memory but not of few tokens."""
     assert plan(budget, requests, tokens).sink_cache_rows == rows
 
 
