@@ -77,6 +77,8 @@ class OscarGpuBackend(AttentionBackend):
         self.extend: ExtendPlan | None = None
 
     def _log_kernels(self) -> None:
+        prefill = getattr(self.varlen, "__name__", type(self.varlen).__name__)
+        logger.info("oscar: prefill attention by %s", prefill)
         if self.decode_attention.cuda:
             logger.info("oscar: decode attention in CUDA, compiled at run time")
         else:

@@ -2,6 +2,9 @@
 
 SGLang only logs a plugin or hook that fails and would then serve a BF16 cache, so ``verify``
 checks, in every process that is about to use int2, that each row is really in place.
+
+One long file on purpose: a hook's function, why it is there and until when are read together when
+SGLang changes, and what a hook does beyond choosing is in other modules.
 """
 
 from __future__ import annotations

@@ -119,6 +119,8 @@ def pool_setup(kvc: Any) -> Any:
         recent=plan.windows.n_recent,
         request_rows=plan.rows,
         scratch_tokens=plan.scratch_tokens,
+        sink_cache_rows=plan.sink_cache_rows,
+        prefix_window=config.prefix_window,
     )
     if kvc.device != "cpu":
         attention = decode_attention(kvc, plan)

@@ -1,4 +1,7 @@
-"""Round trip, every refusal of ``artifact.load``, and the fingerprint of a model directory."""
+"""Round trip, every refusal of ``artifact.load``, and the fingerprint of a model directory.
+
+Long because each way a file can be wrong is a case here, all made from the same sound artifact.
+"""
 
 import dataclasses
 import json
