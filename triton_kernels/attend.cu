@@ -370,6 +370,7 @@ struct Warp {
         const float before = o[(2 * t + (e & 1)) * D + 16 * j + 8 * (e >> 1) + g];
         acc[j][e] = fmaf(acc[j][e], (e & 1) ? f1 : f0, before * ((e & 1) ? g1 : g0));
       }
+    __syncwarp();                                   // `save` may write over what others still read
   }
   // o [columns][D] and ml [columns] of this warp's first column; n columns exist
   template <bool WINDOWS> DEV void save(float* o, float2* ml, int n) {
