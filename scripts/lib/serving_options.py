@@ -47,7 +47,7 @@ SIZES = {
     "ttft-turns": (_numbers, "128,16,1", "tokens of the turn"),
     "ttft-repeats": (int, 7, "turns of each length"),
     "job-contexts": (_numbers, "32768,102400", "lengths of the documents, one job each"),
-    "job-documents": (int, None, "documents (default: 4 x what BF16 holds)"),
+    "job-documents": (_numbers, None, "documents of each job (default: 4 x what BF16 holds)"),
     "job-questions": (int, 8, "questions to each document"),
     "job-suffix": (int, 128, "tokens of a question"),
     "job-tokens": (int, 64, "tokens of an answer"),
@@ -92,6 +92,8 @@ def parse(description: str) -> argparse.Namespace:
     p.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
     args = p.parse_args()
     args.flags = dict(args.flags)
+    if args.job_documents and len(args.job_documents) != len(args.job_contexts):
+        p.error("--job-documents needs a number for each of --job-contexts")
     if args.soak:
         args.scenarios.append("soak")
     return args

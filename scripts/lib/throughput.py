@@ -40,7 +40,7 @@ def job_documents(server: Server, args: argparse.Namespace, context: int, rows: 
     server's cache, which is the same for all caches but for rounding.
     """
     if args.job_documents:
-        return args.job_documents
+        return args.job_documents[args.job_contexts.index(context)]
     for row in rows:
         same = (row["scenario"], row["model"], row.get("context")) == ("job", args.shape, context)
         if same and row["conditions"]["mem_fraction"] == args.job_mem_fraction:
