@@ -24,7 +24,6 @@ Results are merged into --json after every scenario; a second run replaces what 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -35,18 +34,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
 import endurance  # noqa: E402
 import latency  # noqa: E402
+import serving_options  # noqa: E402
 import throughput  # noqa: E402
-from provenance import commit  # noqa: E402
+from provenance import header  # noqa: E402
 from server import Server  # noqa: E402
-from serving_options import parse  # noqa: E402
 from serving_rows import add_speedups, merge  # noqa: E402
-from shapes import (  # noqa: E402, F401 (tokens: profile_serving.py takes it from here)
+from shapes import (  # noqa: E402
     CACHES,
     SHAPES,
     UNCHECKED,
     common_arguments,
     model_folder,
-    tokens,
 )
 
 LOADED = ("job", "agents")  # scenarios that run with --job-mem-fraction
@@ -56,19 +54,19 @@ class Results:
     """Rows of this run and of earlier ones, written to the JSON file as they come."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.servers, self.rows = args, {}, []
+        self.args, self.servers, self.rows, self.earlier = args, {}, [], []
         if args.json and args.json.exists():
             data = json.loads(args.json.read_text())
             self.rows, self.servers = merge(data["rows"], []), data.get("servers", {})
-        self.commit = commit(args.commit)
-        self.date = time.strftime("%Y-%m-%d")
+            self.earlier = [*data.get("earlier_commands", []), data["command"]]
+        self.header = header(endurance.device_name(), args.commit)
 
     def add(self, row: dict, scenario: str, cache: str, mem_fraction: str) -> None:
         args = self.args
         row = {"cache": cache, "model": args.shape, "scenario": scenario, **row}
         layers = args.layers or SHAPES[args.shape]["num_hidden_layers"]
         row["conditions"] |= {"layers": layers, "mem_fraction": mem_fraction}
-        row |= {"commit": self.commit, "date": self.date}
+        row |= {key: self.header[key] for key in ("commit", "date")}
         self.rows = add_speedups(merge(self.rows, [row]))
         print(json.dumps(next(r for r in self.rows if r.items() >= row.items())), flush=True)
         if args.json:
@@ -76,11 +74,8 @@ class Results:
 
     def as_dict(self) -> dict:
         return {
-            "device": endurance.device_name(),
-            "versions": {p: importlib.metadata.version(p) for p in ("torch", "triton", "sglang")},
-            "commit": self.commit,
-            "command": shlex.join(sys.argv),
-            "date": self.date,
+            **self.header,
+            "earlier_commands": self.earlier,
             "weights": "dummy (random): speed only",
             "servers": self.servers,
             "rows": self.rows,
@@ -134,7 +129,7 @@ def run(
 
 
 def main() -> int:
-    args = parse(__doc__.splitlines()[0])
+    args = serving_options.finish(serving_options.parser(__doc__.splitlines()[0]))
     folder, results = model_folder(args.shape, args.layers), Results(args)
     for cache in args.caches:
         servers: dict[str, list[str]] = {}  # by memory fraction, one where both are the same

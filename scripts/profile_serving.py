@@ -1,7 +1,7 @@
 """Where a decode step and a short turn spend their time on the GPU, and how often they synchronise.
 
     python scripts/profile_serving.py [--shape qwen3-8b] [--context 102400] [--caches int2,bf16]
-                                      [--json OUT]
+                                      [--json OUT] [--commit HASH]
 
 Starts each server as ``bench_serving.py`` does, traces one 128-token turn on a cached prefix and
 one short decode with SGLang's own ``/start_profile``, and reports GPU time by kernel, the span from
@@ -20,8 +20,10 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from bench_serving import CACHES, SHAPES, UNCHECKED, common_arguments, model_folder, tokens  # noqa: E402
+import endurance  # noqa: E402
+from provenance import header  # noqa: E402
 from server import Server  # noqa: E402
+from shapes import CACHES, SHAPES, UNCHECKED, common_arguments, model_folder, tokens  # noqa: E402
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 DECODE_TOKENS = 24
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--caches", default="int2,bf16")
     parser.add_argument("--mem-fraction", default="0.5")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit", help="of the code, where git does not know it")
     parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
     folder = model_folder(args.shape, args.layers)
@@ -120,7 +123,11 @@ def main() -> None:
                 times = f"{row['us']:9.1f} us {row['count']:7.1f} x {row['each_us']:8.2f}"
                 print(f"  {times}  {row['name']}")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        head = header(endurance.device_name(), args.commit)
+        setup = {"model": args.shape, "layers": args.layers, "context": args.context}
+        baselines = [c for c in found if c != "int2"]
+        result = {**head, **setup, "baselines": baselines, "caches": found}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

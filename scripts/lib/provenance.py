@@ -1,9 +1,27 @@
-"""Which code a result came from."""
+"""Where a result came from."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import shlex
 import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+
+
+def header(
+    device: str, given: str | None, packages: Sequence[str] = ("torch", "triton", "sglang")
+) -> dict:
+    """What every results file says first; ``given`` is that of ``commit``."""
+    return {
+        "device": device,
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "commit": commit(given),
+        "command": shlex.join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def commit(given: str | None = None) -> str:

@@ -22,7 +22,7 @@ def _names(allowed):
     return parse
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
@@ -44,10 +44,10 @@ SIZES = {
     "repeats": (int, 3, "runs of prefill and of one-stream decode"),
     "prefill-tokens": (int, 8192, "length of the fresh prompt"),
     "ttft-context": (int, 102400, "length of the cached prefix"),
-    "ttft-turns": (_numbers, "128,16,1", "tokens of the turn"),
+    "ttft-turns": (numbers, "128,16,1", "tokens of the turn"),
     "ttft-repeats": (int, 7, "turns of each length"),
-    "job-contexts": (_numbers, "32768,102400", "lengths of the documents, one job each"),
-    "job-documents": (_numbers, None, "documents of each job (default: 4 x what BF16 holds)"),
+    "job-contexts": (numbers, "32768,102400", "lengths of the documents, one job each"),
+    "job-documents": (numbers, None, "documents of each job (default: 4 x what BF16 holds)"),
     "job-questions": (int, 8, "questions to each document"),
     "job-suffix": (int, 128, "tokens of a question"),
     "job-tokens": (int, 64, "tokens of an answer"),
@@ -72,7 +72,7 @@ SIZES = {
 }
 
 
-def parse(description: str) -> argparse.Namespace:
+def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     p.add_argument("--layers", type=int, help="fewer layers, for a quick look")
@@ -90,6 +90,10 @@ def parse(description: str) -> argparse.Namespace:
     p.add_argument("--json", type=Path, help="results file; rows of other cases in it are kept")
     p.add_argument("--commit", help="of the code, where git does not know it")
     p.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
+    return p
+
+
+def finish(p: argparse.ArgumentParser) -> argparse.Namespace:
     args = p.parse_args()
     args.flags = dict(args.flags)
     if args.job_documents and len(args.job_documents) != len(args.job_contexts):
