@@ -39,7 +39,7 @@ def draw(axis: plt.Axes, rows: list[dict], model: str) -> None:
     found = [r["speedup_" + c] for r in rows for c in BASELINES if "speedup_" + c in r]
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{t:g}x" for t in ticks])
-    axis.set_xlim(min(0.8, min(found) / 1.4), max(2, max(found) * 1.4))
+    axis.set_xlim(min(0.8, min(found) / 1.4), max(2, max(found) * 1.8))
     axis.set_yticks(range(len(rows)), [label(r) for r in rows], fontsize=8)
     axis.invert_yaxis()
     axis.set_title(model, fontsize=10)

@@ -131,6 +131,31 @@ def test_the_readme_quotes_the_files():
         assert same(factor, kernels[int(batch), int(context) * 1024])
 
 
+def test_the_readme_quotes_the_jobs():
+    rows = [r for r in load("serving-h200.json")["rows"] if r["model"] == "qwen3-8b"]
+    cases = {
+        "questions about 6 documents of 100k": ("job", "shared", 102400),
+        "questions about 18 documents of 32k": ("job", "shared", 32768),
+        "100k, a stream for each document that fits": ("job", "hot", 102400),
+        "32k, a stream for each document that fits": ("job", "hot", 32768),
+        "32 agents of 10 turns, 8k shared prompt": ("agents", "radix", 8192),
+    }
+    readme = (ROOT / "README.md").read_text()
+    for text, case in cases.items():
+        found = {
+            r["cache"]: r
+            for r in rows
+            if (r["scenario"], r.get("variant"), r.get("context")) == case
+        }
+        values = [found[cache]["requests_per_s"] for cache in ("bf16", "fp8", "int2")]
+        values += [values[2] / values[0], values[2] / values[1]]
+        (line,) = re.findall(rf"\| {re.escape(text)} \|(.*)", readme)
+        written = re.findall(r"\d+\.\d+", line)
+        assert len({json.dumps(r["conditions"]) for r in found.values()}) == 1
+        for figure, value in zip(written, values, strict=True):
+            assert same(figure, value), f"{text}: {figure}, measured {value:.3f}"
+
+
 def test_tokens_held_are_those_of_the_file():
     rows = load("serving-h200.json")["rows"]
     rows = [r for r in rows if r["scenario"] == "memory" and r["model"] == "qwen3-8b"]
