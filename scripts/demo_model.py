@@ -7,7 +7,9 @@ dequantised once by transformers. Re-running is free.
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -30,8 +32,17 @@ def main(target: Path) -> None:
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokenizer.save_pretrained(target)
-    model.to(torch.bfloat16).save_pretrained(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=target.parent))
+    tokenizer.save_pretrained(made)
+    model.to(torch.bfloat16).save_pretrained(made)
+    made.chmod(0o755)
+    try:
+        made.rename(target)
+    except OSError:  # somebody else was faster, or an earlier version left half a folder
+        if not (target / "model.safetensors").exists():
+            raise
+        shutil.rmtree(made)
 
 
 if __name__ == "__main__":
