@@ -113,8 +113,8 @@ class Bench:
         chosen = "triton" if triton_only else steps[0]._form.kernel
         self.add(
             "decode_attention", us, cache.needed_bytes(), codec=codec_name or "any",
-            context=context, batch=batch, page_size=page, gqa=gqa, kernel=chosen, error=float(f"{error:.2e}"),
-            baselines=base["all"], **speedups,
+            context=context, batch=batch, page_size=page, gqa=gqa, kernel=chosen,
+            error=float(f"{error:.2e}"), baselines=base["all"], **speedups,
         )  # fmt: skip
         del cache
         torch.cuda.empty_cache()
