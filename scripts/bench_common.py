@@ -9,7 +9,7 @@ import torch
 from oscar_sglang.kernels import codec, reference
 from oscar_sglang.kernels.attend import Partials
 from oscar_sglang.kernels.decode import DecodeAttention, DecodeStep
-from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
+from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 from oscar_sglang.kernels.views import layer_view
 
@@ -67,26 +67,49 @@ def scattered_slots(tokens: int, page: int) -> torch.Tensor:
     return (pages[:, None] * page + torch.arange(page, device=DEV, dtype=torch.int32)).flatten()
 
 
+def random_params(
+    spec: codec.CodecSpec, kv_heads: int, dim: int, spread: float = 0.05
+) -> codec.LayerParams:
+    """Matrices of a codec, random; the grid holds what ``Cache`` fills slots with and what rows
+    of standard normal numbers need. ``spread``: size of the factor's entries."""
+    factor = (torch.randn(kv_heads, dim, dim, device=DEV) * spread).triu(1)
+    a = torch.randn(kv_heads, dim, dim, device=DEV) / dim**0.5
+    made = {
+        "r_k": torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q,
+        "r_v": torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q,
+        "factor": factor,
+        "metric": a @ a.transpose(-1, -2) + 0.05 * torch.eye(dim, device=DEV),
+        "grid": torch.tensor(_GRID, device=DEV).repeat(kv_heads, 2, 1),
+    }
+    return codec.LayerParams(**{n: made[n].contiguous() for n in spec.tensors(dim)})
+
+
+# step_log2, lo_first, lo_step (``codec_compact``) and the bytes of steps from 0.4 to 0.9.
+_GRID = (-8.0, -6.0, 0.047)
+_STEP_BYTES = (107, 126)
+
+
 class Cache:
     """One layer holding ``copies`` batches of ``batch`` requests of ``context`` random tokens."""
 
-    def __init__(self, batch, context, *, kv_heads=8, group=4, dim=128, page=16, windows=None):
+    def __init__(
+        self, batch, context, *, kv_heads=8, group=4, dim=128, page=16, windows=None,
+        codec_name="feedback",
+    ):  # fmt: skip
         self.batch, self.context, self.kv_heads, self.group, self.dim = (
             batch, context, kv_heads, group, dim,
         )  # fmt: skip
         self.windows = windows or WindowLayout()
         self.page = page
-        layout = HistoryLayout(kv_heads, dim)
+        spec = codec.CODECS[codec_name]
+        self.layout = layout = spec.layout(kv_heads, dim)
         self.copies = max(1, min(48, math.ceil(COLD_BYTES / self.needed_bytes())))
         requests = self.copies * batch
         self.tokens = -(-context // 64) * 64
         slots = requests * self.tokens + 64
         store = HistoryStore(layout, 1, slots, DEV)
-        self._randomise(store)
-        spec = codec.CODECS["feedback"]
-        r = torch.linalg.qr(torch.randn(2, kv_heads, dim, dim, device=DEV)).Q.contiguous()
-        factor = (torch.randn(kv_heads, dim, dim, device=DEV) * 0.05).triu(1).contiguous()
-        params = codec.LayerParams(r[0].contiguous(), r[1].contiguous(), factor)
+        self._randomise(store, spec.meta)
+        params = random_params(spec, kv_heads, dim)
         window = WindowStore(self.windows, layout, 1, requests + 1, torch.bfloat16, DEV)
         for x in (window.sink_k, window.sink_v, window.recent_k, window.recent_v):
             x[0].normal_()
@@ -100,14 +123,21 @@ class Cache:
         self.q = torch.randn(self.copies, batch, kv_heads * group, dim, device=DEV)
         self.out = torch.empty_like(self.q, dtype=torch.bfloat16)
 
-    def _randomise(self, store):
+    def _randomise(self, store, form: str):
         flat = store.blocks[0].view(-1).view(torch.int32)
         for i in range(0, flat.numel(), 1 << 28):
             flat[i : i + (1 << 28)].random_(-(2**31), 2**31 - 1)
         _, meta = store._views(0)
         for i in range(0, len(meta), 1 << 16):
             part = meta[i : i + (1 << 16)]
+            if form == "compact":
+                part[..., 0::2].random_(*_STEP_BYTES)
+                part[..., 1::2].random_(80, 128)
+                continue
             step = torch.empty(*part.shape[:-1], 2, device=DEV).uniform_(0.4, 0.9)
+            if form == "scale":
+                part[:] = step.half()
+                continue
             part[..., 0::2] = step.half()
             part[..., 1::2] = (-1.5 * step + torch.empty_like(step).uniform_(-0.3, 0.3)).half()
 
@@ -115,7 +145,7 @@ class Cache:
         """Bytes one decode attention must read: windows in 16 bits, the rest packed."""
         exact = min(self.context, self.windows.tokens)
         row = self.kv_heads * self.dim
-        packed = self.kv_heads * (self.dim // 2 + 8)
+        packed = self.layout.bytes_per_slot
         return self.batch * (exact * row * 4 + (self.context - exact) * packed)
 
     def steps(self, form=None, triton_only=False) -> list[DecodeStep]:

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
 import bench_baselines as baselines
 import torch
-from bench_common import DEV, Cache, ceilings, graph_time
+from bench_common import DEV, Cache, ceilings, graph_time, random_params
 from provenance import commit
 
 from oscar_sglang.kernels import codec
@@ -38,6 +38,11 @@ GQA8 = [(1, 131072), (8, 32768), (32, 32768)]
 TRITON = [(1, 32768), (8, 32768)]
 OTHER_PAGES = [(1, 32768, 1), (8, 32768, 1), (8, 32768, 64)]
 LAYER = (1, 102400)
+# Attention reads a codec's metadata only: one codec of each kind that is not FP16 step and lo.
+OTHER_METADATA = ("compact", "lloyd")
+CODEC_SHAPES = [(1, 32768), (8, 32768), (32, 32768)]
+STORE_CODECS = ("feedback", "aligned", "oscar")  # at every size; the others at CODEC_TOKENS
+CODEC_TOKENS = (1, 64, 8192)
 MODEL_LAYERS = 64  # layers whose codec matrices are rotated through: more than L2 holds
 
 
@@ -93,9 +98,12 @@ class Bench:
             torch.cuda.empty_cache()
         return self.base[key]
 
-    def decode(self, batch, context, page=16, gqa=4, form=None, triton_only=False) -> None:
+    def decode(
+        self, batch, context, page=16, gqa=4, form=None, triton_only=False, codec_name=None
+    ) -> None:
+        """``codec_name`` None: FP16 step and lo, as most codecs store them."""
         base = self.baseline(batch, context, gqa)
-        cache = Cache(batch, context, group=gqa, page=page)
+        cache = Cache(batch, context, group=gqa, page=page, codec_name=codec_name or "feedback")
         steps = cache.steps(form, triton_only)
         error = cache.error(steps)
         us = graph_time(cache.calls(steps))
@@ -104,21 +112,24 @@ class Bench:
         }
         chosen = "triton" if triton_only else steps[0]._form.kernel
         self.add(
-            "decode_attention", us, cache.needed_bytes(), codec="any", context=context,
-            batch=batch, page_size=page, gqa=gqa, kernel=chosen, error=float(f"{error:.2e}"),
-            baselines=base["all"], **speedups,
+            "decode_attention", us, cache.needed_bytes(), codec=codec_name or "any",
+            context=context, batch=batch, page_size=page, gqa=gqa, kernel=chosen,
+            error=float(f"{error:.2e}"), baselines=base["all"], **speedups,
         )  # fmt: skip
         del cache
         torch.cuda.empty_cache()
 
 
-def codec_views(view, count: int) -> list:
-    """``view`` with ``count`` different sets of codec matrices."""
-    dim, heads = view.head_dim, view.kv_heads
-    r = torch.linalg.qr(torch.randn(count, 2, heads, dim, dim, device=DEV)).Q.contiguous()
-    factor = (torch.randn(count, heads, dim, dim, device=DEV) * 0.02).triu(1)
+def codec_params(count: int) -> list:
+    """``count`` layers' matrices that serve every codec."""
+    return [random_params(codec.CODECS["accurate-compact"], 8, 128, 0.02) for _ in range(count)]
+
+
+def codec_views(view, params: list) -> list:
+    """``view`` with each of ``params``, of which it gets what its codec has."""
+    names = view.spec.tensors(view.head_dim)
     return [
-        view._replace(params=codec.LayerParams(r[i, 0], r[i, 1], factor[i])) for i in range(count)
+        view._replace(params=codec.LayerParams(**{n: getattr(p, n) for n in names})) for p in params
     ]
 
 
@@ -161,29 +172,28 @@ def check_store(cache: Cache) -> None:
     for got, rows in zip(cache.seg.history.read(0, where.slots), want, strict=True):
         same = (got.packed == rows.packed).all(-1) & (got.meta == rows.meta).all(-1)
         if same.float().mean() < 0.97:
-            raise SystemExit(f"store: only {float(same.float().mean()):.3f} of the rows agree")
+            share = float(same.float().mean())
+            raise SystemExit(f"store of {view.spec.name}: only {share:.3f} of the rows agree")
     off = (q_rot - codec.rotate(q, params.r_k)).norm() / q_rot.norm()
     if not off < 1e-4:
         raise SystemExit(f"store: rotated queries are off by {float(off):.2e}")
 
 
-def bench_store(bench: Bench, cache: Cache) -> None:
-    check_store(cache)
-    view = cache.view
+def bench_store(bench: Bench) -> None:
+    caches = {name: Cache(1, 16384, codec_name=name) for name in codec.CODECS}
+    for cache in caches.values():
+        check_store(cache)
     layer = prefill_layer_us(8192)
     bench.add("layer_prefill_bf16", layer, batch=8192)
     for tokens in (1, 8, 64, 256, 8192):
-        views = codec_views(view, MODEL_LAYERS if tokens < 8192 else 4)
+        params = codec_params(MODEL_LAYERS if tokens < 8192 else 4)
         where, q, k, v = fresh(tokens)
         q_rot = torch.empty(tokens, 32, 128, device=DEV)
-        targets = (("", q_rot),) if tokens < 8192 else (("", q_rot), ("_kv_only", None))
-        for name in ("feedback", "aligned", "oscar"):
-            spec = codec.CODECS[name]
-            for suffix, target in targets:
-                calls = [
-                    partial(store, w._replace(spec=spec), where, q, k, v, target) for w in views
-                ]
-                us = graph_time(calls)
+        for name in codec.CODECS if tokens in CODEC_TOKENS else STORE_CODECS:
+            views = codec_views(caches[name].view, params)
+            kv_only = tokens == 8192 and name in STORE_CODECS
+            for suffix, target in (("", q_rot), ("_kv_only", None))[: 1 + kv_only]:
+                us = graph_time([partial(store, w, where, q, k, v, target) for w in views])
                 extra = {"layer_share": round(us / layer, 3)} if tokens == 8192 else {}
                 bench.add(
                     "store" + suffix, us, codec=name, batch=tokens, page_size=16, gqa=4, **extra
@@ -214,7 +224,7 @@ def bench_layer(bench: Bench) -> None:
     batch, context = LAYER
     base = bench.baseline(batch, context, 4)
     cache = Cache(batch, context)
-    views = codec_views(cache.view, cache.copies)
+    views = codec_views(cache.view, codec_params(cache.copies))
     steps = cache.steps()
     cache.error(steps)
     row = cache.rows.flatten()
@@ -270,12 +280,15 @@ def main() -> None:
     for batch, context in TARGETS:
         bench.decode(batch, context)
     bench_layer(bench)
-    bench_store(bench, Cache(1, 16384))
+    bench_store(bench)
     bench_materialise(bench)
     if args.quick:
         return
     for batch, context in MORE:
         bench.decode(batch, context)
+    for name in OTHER_METADATA:
+        for batch, context in CODEC_SHAPES:
+            bench.decode(batch, context, codec_name=name)
     for batch, context in GQA8:
         bench.decode(batch, context, gqa=8)
     for batch, context, page in OTHER_PAGES:

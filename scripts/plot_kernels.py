@@ -26,7 +26,7 @@ def main(source: str, target: str) -> None:
     rows = [
         r for r in data["rows"]
         if r["op"] == "decode_attention" and r["gqa"] == 4 and r["page_size"] == 16
-        and r["kernel"] != "triton" and "speedup_bf16" in r
+        and r["kernel"] != "triton" and r["codec"] == "any" and "speedup_bf16" in r
     ]  # fmt: skip
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for batch in sorted({r["batch"] for r in rows}):

@@ -1,7 +1,7 @@
 // What the CUDA kernels share: types, the block layout, instructions. Put before each of them by
-// cuda.py; compiled at run time for one shape, without headers, so without a toolkit:
+// driver.py; compiled at run time for one shape, without headers, so without a toolkit:
 // HEAD_DIM (64, 128), KV_HEADS, GROUP (query heads per KV head), WINDOW_BF16 (the model's dtype is
-// bf16, else fp16).
+// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -11,12 +11,16 @@ typedef long long i64;
 
 #define DEV __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define AFFINE 0
+#define COMPACT 1
+#define SCALE 2
 
 constexpr int D = HEAD_DIM, HK = KV_HEADS, G = GROUP;
 constexpr int NJ = D / 16;              // 16-channel tiles of a row
 constexpr int CHUNK = 256;              // bytes of one 16-byte chunk of 16 tokens
 constexpr int META = 8 * D;             // offset of the metadata in a head's block
-constexpr int HB = META + 128;          // bytes of one head of one block
+constexpr int META_BYTES = META_FORM == AFFINE ? 8 : 4;   // of a token: K's and V's
+constexpr int HB = META + 16 * META_BYTES;                // bytes of one head of one block
 constexpr int TILE = 32;                // tokens of a history tile: two blocks
 constexpr int COLS = 8;                 // columns of a warp
 constexpr int WIN = 16;                 // tokens of a window chunk
@@ -25,7 +29,6 @@ constexpr float BIAS = 4.f;             // p = 2^(logit - m + BIAS) keeps small 
 constexpr float THRESHOLD = 8.f;
 constexpr float HIDDEN = -1e30f;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr u32 BIG_STEP = 0x5800;        // 128.0 in FP16: above it p * step could overflow
 
 // ---------------------------------------------------------------- instructions
 DEV int div_up(int a, int b) { return (a + b - 1) / b; }
@@ -41,6 +44,11 @@ DEV void ldsm_t(u32 (&r)[4], u32 a) {
 DEV uint2 lds64(u32 a) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory");
+  return v;
+}
+DEV u32 lds32(u32 a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
 DEV u32 transpose8x8(u32 a) {
@@ -80,6 +88,11 @@ DEV float2 unpack_half(u32 v) {
 DEV u32 mul_half2(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEV u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 DEV u32 pack_window(float lo, float hi) {
@@ -144,6 +157,6 @@ DEV void bulk_copy(u32 d, const void* s, int bytes, u32 b) {
 DEV void copy16(u32 d, const void* s) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(d), "l"(s) : "memory");
 }
-DEV void copy8(u32 d, const void* s) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(d), "l"(s) : "memory");
+template <int BYTES> DEV void copy_few(u32 d, const void* s) {   // 4 or 8
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(d), "l"(s), "n"(BYTES) : "memory");
 }

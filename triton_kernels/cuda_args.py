@@ -18,6 +18,7 @@ def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
         ("KV_HEADS", view.kv_heads),
         ("GROUP", heads // view.kv_heads),
         ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
+        ("META_FORM", view.form),
     )
 
 
@@ -33,6 +34,7 @@ class CodeArgs(ctypes.Structure):
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("k_rank", "v_rank")),
         *((name, ctypes.c_float) for name in ("k_ratio", "v_ratio")),
+        ("grid", ctypes.c_void_p),
     ]
 
     @classmethod
@@ -42,7 +44,7 @@ class CodeArgs(ctypes.Structure):
         return cls(
             view.blocks.data_ptr(), factor.data_ptr(),
             spec.k_range.rank(dim), spec.v_range.rank(dim),
-            spec.k_range.half_ratio, spec.v_range.half_ratio,
+            spec.k_range.half_ratio, spec.v_range.half_ratio, view.grid.data_ptr(),
         )  # fmt: skip
 
 

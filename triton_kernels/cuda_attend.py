@@ -24,6 +24,8 @@ from .driver import Kernel, module, overlaps
 from .layout import BLOCK, HistoryLayout
 from .views import LayerView
 
+ATTEND_FILES = ("common.cu", "meta.cu", "warp.cu", "attend.cu")
+MERGE_FILES = ("common.cu", "rows.cu", "merge.cu")
 _COLUMNS = 8  # of a warp
 _CTA_FROM_BATCH = 4
 
@@ -37,6 +39,7 @@ class _Args(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batch", "n_sink", "n_recent", "columns")),
         *((name, ctypes.c_float) for name in ("scale_log2", "cap_log2")),
+        ("grid", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -62,8 +65,8 @@ class Form:
     stages: int = 4
     min_ctas: int = 4
 
-    def shared_bytes(self, dim: int) -> int:
-        head_block = 8 * dim + 128
+    def shared_bytes(self, dim: int, head_block: int) -> int:
+        """Dynamic shared memory; ``head_block``: bytes of one head of one block."""
         if self.kernel == "attend_cta":
             return 3 * 2 * 8 * head_block + 64 + 8 * _COLUMNS * (4 * dim + 8)
         pipeline = self.warps * self.stages * (2 * head_block + 8)
@@ -86,8 +89,8 @@ def supported(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
 
 
 def has_layout(layout: HistoryLayout) -> bool:
-    """Whether attend.cu reads such blocks: FP16 step and lo."""
-    return (layout.k_meta, layout.v_meta, layout.meta_bytes) == (2, 2, 2)
+    """Whether attend.cu reads such blocks: every codec's but those whose keys share metadata."""
+    return layout.block == 1
 
 
 def choose_form(
@@ -106,7 +109,9 @@ def choose_form(
 
 
 @functools.cache
-def _attend_kernel(form: Form, shape: tuple, cap: bool, dim: int, device: int) -> Kernel:
+def _attend_kernel(
+    form: Form, shape: tuple, cap: bool, dim: int, head_block: int, device: int
+) -> Kernel:
     defines = (
         *shape,
         ("SOFT_CAP", int(cap)),
@@ -115,13 +120,14 @@ def _attend_kernel(form: Form, shape: tuple, cap: bool, dim: int, device: int) -
         *((("WARPS", form.warps), ("STAGES", form.stages), ("MIN_CTAS", form.min_ctas))
           if form.kernel == "attend_warp" else ()),
     )  # fmt: skip
-    code = module(("common.cu", "attend.cu"), defines, device)
-    return Kernel(code, form.kernel, form.threads, form.shared_bytes(dim), overlaps(device))
+    code = module(ATTEND_FILES, defines, device)
+    shared = form.shared_bytes(dim, head_block)
+    return Kernel(code, form.kernel, form.threads, shared, overlaps(device))
 
 
 @functools.cache
 def _merge_kernel(defines: tuple, shared: int, device: int) -> Kernel:
-    code = module(("common.cu", "rows.cu", "merge.cu"), defines, device)
+    code = module(MERGE_FILES, defines, device)
     return Kernel(code, "merge", 256, shared, overlaps(device))
 
 
@@ -141,16 +147,18 @@ def attend(
     """``attend.attend`` for q_rot [T, H, D] float32; ``form.splits`` must be the plan's."""
     assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
     assert req_to_token.dtype == torch.int32 and form.splits == part.splits
-    assert view.spec.meta == "affine"
+    assert has_layout(view.spec.layout(view.kv_heads, view.head_dim))
     shape = shape_defines(view, q_rot.shape[1])
-    kernel = _attend_kernel(form, shape, logit_cap > 0, view.head_dim, q_rot.device.index)
+    kernel = _attend_kernel(
+        form, shape, logit_cap > 0, view.head_dim, view.blocks.shape[2], q_rot.device.index
+    )
     log2e = math.log2(math.e)
     args = _Args(
         *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),
         view.params.r_v.data_ptr(),
         req_to_token.stride(0), part.batch, view.windows.n_sink,
         view.windows.n_recent, part.columns,
-        scale * log2e, logit_cap * log2e,
+        scale * log2e, logit_cap * log2e, view.grid.data_ptr(),
     )  # fmt: skip
     tiles = math.ceil(part.columns / _COLUMNS)
     heads = view.kv_heads

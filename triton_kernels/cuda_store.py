@@ -14,6 +14,7 @@ from .cuda_args import HEAD_DIMS, CodeArgs, Fresh, code_defines, pointer, shape_
 from .driver import Kernel, module, overlaps
 from .views import LayerView, TokenBatch
 
+STORE_FILES = ("common.cu", "rows.cu", "store.cu")
 _ROWS = 16  # of a tile
 _WINDOWS = ("sink_k", "sink_v", "ring_k", "ring_v", "cache_k", "cache_v")
 
@@ -36,8 +37,8 @@ class _Args(ctypes.Structure):
 
 
 def has_codec(spec: CodecSpec) -> bool:
-    """Whether store.cu writes it: plain rounding or feedback, FP16 step and lo."""
-    return spec.search in ("round", "feedback") and spec.meta == "affine"
+    """Whether store.cu writes it: any metadata of a token alone, codes by rounding or feedback."""
+    return spec.search in ("round", "feedback") and spec.block == 1
 
 
 def supported(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> bool:
@@ -59,7 +60,7 @@ def supported(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> bool:
 
 @functools.cache
 def _kernel(name: str, defines: tuple, threads: int, shared: int, device: int) -> Kernel:
-    code = module(("common.cu", "rows.cu", "store.cu"), defines, device)
+    code = module(STORE_FILES, defines, device)
     return Kernel(code, name, threads, shared, overlaps(device))
 
 

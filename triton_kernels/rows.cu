@@ -61,6 +61,10 @@ DEV float warp_max(float x) {
   UNROLL for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
   return x;
 }
+DEV float warp_sum(float x) {
+  UNROLL for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+  return x;
+}
 DEV float half_round(float x) {
   x = fminf(fmaxf(x, -MAX_HALF), MAX_HALF);
   return unpack_half(pack_half(x, 0.f)).x;
@@ -100,6 +104,39 @@ template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, flo
   step = half_round(__fdiv_rn(__fsub_rn(high, low), 3.f));
   lo = half_round(low);
 }
+// A row's metadata, rounded to what a slot holds
+struct RowMeta {
+  float step, lo;
+  u32 bytes;                                          // of COMPACT
+  DEV u32 stored() const { return META_FORM == COMPACT ? bytes : pack_half(step, lo); }
+};
+#if META_FORM == COMPACT
+DEV u32 to_byte(float x) { return __float_as_uint(fminf(fmaxf(x, 0.f), 255.f) + ROUND_MAGIC) & 255; }
+// codec_compact's encode_meta and decode_meta, in the same order of operations; grid [3] of K or V
+DEV RowMeta storable(float step, float lo, const float* grid) {
+  const float step_log2 = grid[0], lo_first = grid[1], lo_step = grid[2];
+  const u32 s = to_byte(__fmul_rn(__fsub_rn(log2f(fmaxf(step, 1.1754944e-38f)), step_log2), 16.f));
+  const u32 l = to_byte(__fdiv_rn(__fsub_rn(lo, lo_first), lo_step));
+  return {exp2f(__fadd_rn(step_log2, s * 0.0625f)), __fadd_rn(lo_first, __fmul_rn(l, lo_step)), s | l << 8};
+}
+#elif META_FORM == AFFINE
+DEV RowMeta storable(float step, float lo, const float* grid) { return {step, lo}; }
+#endif
+#if META_FORM == SCALE
+// codec_lloyd: the root mean square, and the codes of y / scale
+DEV RowMeta row_scale(const Row& y) {
+  float sum = 0.f;
+  UNROLL for (int k = 0; k < VEC; k++) sum = fmaf(y.v[k], y.v[k], sum);
+  const float scale = half_round(__fsqrt_rn(warp_sum(sum) * (1.f / D)));
+  return {scale, 0.f};
+}
+DEV void nearest_levels(const Row& y, u32 (&code)[VEC], float scale) {
+  constexpr float THRESHOLD_OF_LEVELS = 8043.f / 8192;        // between INNER and OUTER; times an FP16 number: exact
+  const float limit = scale * THRESHOLD_OF_LEVELS;
+  UNROLL for (int k = 0; k < VEC; k++)
+    code[k] = scale > 0.f ? (y.v[k] > -limit) + (y.v[k] > 0.f) + (y.v[k] > limit) : 1;
+}
+#endif
 // Nearest code of u = w - lo: its bits are the two lowest of the result, its value result - MAGIC.
 DEV float nearest(float u, float inv3) { return fmaf(__saturatef(u * inv3), 3.f, ROUND_MAGIC); }
 
@@ -144,7 +181,7 @@ DEV void write_model_row(u16* dst, const Row& y) {
   else *reinterpret_cast<u32*>(dst + lane * VEC) = w[0];
 }
 // Lane l holds plane l / 4 of the halves VEC * (l % 4) .. + VEC - 1.
-DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], float step, float lo) {
+DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], const RowMeta& meta) {
   const int lane = threadIdx.x & 31, shift = 2 * (lane >> 2), part = lane & 3;
   u32 w[VEC / 2];
   UNROLL for (int k = 0; k < VEC / 2; k++) {
@@ -157,7 +194,12 @@ DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], 
     if (VEC == 4) *reinterpret_cast<uint2*>(dst) = make_uint2(w[0], w[VEC / 2 - 1]);
     else *reinterpret_cast<u32*>(dst) = w[0];
   }
-  if (lane == 4) *reinterpret_cast<u32*>(head_block + META + token * 8 + kv * 4) = pack_half(step, lo);
+  if (lane == 4) {
+    const u32 bits = meta.stored();
+    u8* at = head_block + META + token * META_BYTES + kv * (META_BYTES / 2);
+    if (META_BYTES == 8) *reinterpret_cast<u32*>(at) = bits;
+    else *reinterpret_cast<u16*>(at) = (u16)bits;
+  }
 }
 
 struct CodeArgs {
@@ -165,16 +207,23 @@ struct CodeArgs {
   const float* factor;   // [HK, D, D] strictly upper triangular
   int k_rank, v_rank;
   float k_ratio, v_ratio;   // half the shrink ratio
+  const float* grid;     // [HK, 2, 3], COMPACT
 };
 template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, Row& y, const float* factor) {
+  u32 code[VEC];
+#if META_FORM == SCALE
+  const RowMeta meta = row_scale(y);
+  nearest_levels(y, code, meta.step);
+#else
   float step, lo;
   row_range<KEY ? K_RANK : V_RANK>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
-  const float inv3 = step > 0.f ? __fdiv_rn(1.f, step) * (1.f / 3.f) : 0.f;
-  u32 code[VEC];
-  UNROLL for (int k = 0; k < VEC; k++) y.v[k] -= lo;
-  if (KEY && FEEDBACK) feedback(y, code, step, inv3, factor);
+  const RowMeta meta = storable(step, lo, a.grid + (head * 2 + (KEY ? 0 : 1)) * 3);
+  const float inv3 = meta.step > 0.f ? __fdiv_rn(1.f, meta.step) * (1.f / 3.f) : 0.f;
+  UNROLL for (int k = 0; k < VEC; k++) y.v[k] -= meta.lo;
+  if (KEY && FEEDBACK) feedback(y, code, meta.step, inv3, factor);
   else UNROLL for (int k = 0; k < VEC; k++) code[k] = __float_as_uint(nearest(y.v[k], inv3)) & 3;
-  write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, step, lo);
+#endif
+  write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, meta);
 }
 // A head's factor into shared memory; cp.async.wait_all and a barrier before its use.
 DEV void fetch_factor(float* to, const CodeArgs& a, int head, int threads) {

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from oscar_sglang.kernels import cuda_attend, nvrtc
+from oscar_sglang.kernels import codec_lloyd, cuda_attend, cuda_store, nvrtc
+from oscar_sglang.kernels.tile import FORMS
 
 KERNELS = Path(nvrtc.__file__).parent
 
@@ -14,20 +16,32 @@ def form(kernel, splits, page=16, **kw):
     return cuda_attend.Form(kernel, splits, page % 16 == 0, **kw)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("arch,paged", [("sm_90a", 1), ("sm_90a", 0), ("sm_80", 0)])
-def test_compiles_without_a_toolkit(dim, arch, paged, tmp_path, monkeypatch):
+ARCHS = [("sm_90a", 1), ("sm_90a", 0), ("sm_80", 0)]
+COMPILED = [
+    *(("affine", dim, *a) for dim in (64, 128) for a in ARCHS),
+    *(
+        (meta, dim, *a)
+        for meta in ("compact", "scale")
+        for dim, a in zip((128, 64, 128), ARCHS, strict=True)
+    ),
+]
+
+
+@pytest.mark.parametrize("meta,dim,arch,paged", COMPILED)
+def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatch):
     if not nvrtc.available():
         pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1}
+    shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
-    common = (KERNELS / "common.cu").read_text()
-    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": 1}
+    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": int(meta != "scale")}
     merge = codes | {"MERGE_ROWS": 4}
-    for file, extra in (("attend.cu", attend), ("merge.cu", merge), ("store.cu", codes)):
-        rows = "" if file == "attend.cu" else (KERNELS / "rows.cu").read_text()
-        source = common + rows + (KERNELS / file).read_text()
+    for files, extra in (
+        (cuda_attend.ATTEND_FILES, attend),
+        (cuda_attend.MERGE_FILES, merge),
+        (cuda_store.STORE_FILES, codes),
+    ):
+        file, source = files[-1], "\n".join((KERNELS / name).read_text() for name in files)
         first = nvrtc.compile_cubin(source, arch, shape | extra, file)
         monkeypatch.setattr(nvrtc, "_compile", None)  # the second time comes from disk
         assert nvrtc.compile_cubin(source, arch, shape | extra, file) == first
@@ -40,6 +54,18 @@ def test_compile_errors_show_the_log():
         pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
     with pytest.raises(nvrtc.CompileError, match="not_a_type"):
         nvrtc.compile_cubin("not_a_type x;", "sm_90a", {}, "broken.cu")
+
+
+def test_levels_come_from_one_multiply_add():
+    """What meta.cu does to codes of ``lloyd``, in every bit plane; numpy rounds as a GPU does."""
+    least, codes = 2.0**-24, np.arange(4)
+    for plane in range(5):
+        ratio = np.array(0x46AB - 0x0800 * plane, dtype=np.uint16).view(np.float16)
+        operands = (codes << (2 * plane)).astype(np.uint16).view(np.float16)
+        exact = operands.astype(np.float64) * float(ratio) - 10 * least
+        assert (exact.astype(np.float16) / np.float16(least)).tolist() == [-10, -3, 3, 10]
+    off = 0.151057 * np.array([-10, -3, 3, 10]) - np.array(codec_lloyd.LEVEL_VALUES)
+    assert abs(off).max() < 3e-4
 
 
 gpu = pytest.mark.gpu
@@ -106,6 +132,45 @@ def test_ranges(lab, check, kernel, spread, q_spread):
     check(x, [900], spread=q_spread, form=form(kernel, 11), tol=4e-3)
 
 
+CODECS = ["compact", "lloyd"]  # those whose metadata are not FP16 step and lo
+
+
+@gpu
+@pytest.mark.parametrize("codec_name", [*CODECS, "accurate", "accurate-compact", "oscar"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_codecs(lab, check, codec_name, dim):
+    """Both forms, pages of every kind, first and last tiles cut by the sink and by the ring."""
+    lens = (700, 333, 21, 64)
+    for page, kernels in ((1, ["attend_warp"]), (64, ["attend_warp", "attend_cta"])):
+        x = lab(
+            lens=lens, page=page, dim=dim, kv_heads=8, n_sink=21, n_recent=50, codec_name=codec_name
+        )
+        x.fill(lens)
+        for kernel in kernels:
+            check(x, list(lens), form=form(kernel, 19, page), tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize("codec_name", CODECS)
+@pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
+@pytest.mark.parametrize("spread,q_spread", [(2000.0, 1e-3), (1e-4, 1e2), (4.0, 4.0)])
+def test_ranges_of_codecs(lab, check, codec_name, kernel, spread, q_spread):
+    """As ``test_ranges``; compact saturates at the ends of its grid, where steps reach 200."""
+    x = lab(lens=(900,), kv_heads=8, group=4, dim=128, spread=spread, codec_name=codec_name)
+    x.fill((900,))
+    check(x, [900], spread=q_spread, form=form(kernel, 11), tol=4e-3)
+
+
+@gpu
+@pytest.mark.parametrize("codec_name", CODECS)
+@pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
+def test_several_queries_and_soft_cap_of_codecs(lab, check, codec_name, kernel):
+    lens, q_lens = (800, 20, 4, 300), [16, 1, 4, 7]
+    x = lab(lens=lens, group=3, kv_heads=8, dim=128, codec_name=codec_name, dtype=torch.float16)
+    x.fill(lens)
+    check(x, list(lens), q_lens=q_lens, cap=3.0, spread=2.0, form=form(kernel, 30), tol=3e-3)
+
+
 @gpu
 def test_addresses_beyond_32_bits(lab, check):
     blocks = 2**32 // (8 * 1152) + 5  # byte offsets pass 2^32, 16-bit offsets 2^31
@@ -157,15 +222,18 @@ def test_one_graph_serves_changing_lengths(lab, rms):
 
 
 @gpu
-@pytest.mark.parametrize("batch", [1, 3, 40])
-def test_codes_written_beside_merge(lab, batch):
+@pytest.mark.parametrize(
+    "batch,codec_name",
+    [(1, "feedback"), (3, "feedback"), (40, "feedback"), (3, "compact"), (3, "lloyd")],
+)
+def test_codes_written_beside_merge(lab, batch, codec_name):
     """Layers replayed as one graph: bit-equal to store, attend and merge one after another."""
     from oscar_sglang.kernels.decode import DecodeAttention
     from oscar_sglang.kernels.store import store
     from oscar_sglang.kernels.views import TokenBatch
 
     layers, lens = 4, [700 + 13 * b for b in range(batch)]
-    x = lab(lens=lens, kv_heads=8, group=4, dim=128, n_sink=64, n_recent=256)
+    x = lab(lens=lens, kv_heads=8, group=4, dim=128, n_sink=64, n_recent=256, codec_name=codec_name)
     x.fill(lens)
     step = DecodeAttention(
         heads=32, kv_heads=8, head_dim=128, dtype=x.dtype, windows=x.windows, page_size=16,

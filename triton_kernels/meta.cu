@@ -1,0 +1,111 @@
+// Codes and metadata of history tokens as attend reads them. After common.cu. META_FORM (tile.FORMS) says what the
+// metadata of a token are:
+//
+//   AFFINE   FP16: K step, K lo, V step, V lo            value = code * step + lo
+//   COMPACT  the same four numbers, a byte each          codec_compact: step on a log scale
+//   SCALE    FP16: K scale, V scale                      value = level[code] * scale (codec_lloyd)
+
+DEV constexpr int plane(int j, int e) { return D == 128 ? j : 2 * j + e; }
+DEV u32 codes_of(u32 w, int p) { return (p >= 5 ? w >> 10 : w) & (0x00030003u << (2 * (p % 5))); }
+
+// operand(w, p): what enters the MMA for plane p, integers * 2^(plane_shift(p) - 24). One of them is worth VALUE_UNIT.
+#if META_FORM == SCALE
+// Levels are -10, -3, 3, 10: codec_lloyd's within 2.6e-4 of a scale (RMS over a Gaussian, whose least squares give the
+// unit). code * 20/3 - 10, rounded to an integer, is exactly that; and one FP16 multiply-add rounds to integers,
+// because these are multiples of the least FP16 number, 2^-24.
+constexpr float VALUE_UNIT = 0.151057f;
+DEV constexpr int plane_shift(int p) { return 0; }
+DEV u32 operand(u32 w, int p) {
+  const u32 ratio = 0x46AB46ABu - 0x08000800u * (p % 5);      // 20/3 / 4^(p % 5)
+  return fma_half2(codes_of(w, p), ratio, 0x800A800Au);       // - 10 * 2^-24
+}
+#else
+constexpr float VALUE_UNIT = 1.f;
+DEV constexpr int plane_shift(int p) { return 2 * (p % 5); }
+DEV u32 operand(u32 w, int p) { return codes_of(w, p); }
+#endif
+constexpr bool HAS_LO = META_FORM != SCALE;
+
+// A token's metadata as they are stored. V's step must stay below BIG_STEP = 2^BIG_STEP_LOG2, or move_reference has
+// to make room for p * step in FP16.
+constexpr float BIG_STEP_LOG2 = 7.f;
+#if META_FORM == AFFINE
+constexpr u32 BIG_STEP = 0x5800;          // 128.0
+struct Token {
+  u32 k, v;                               // step, lo
+  DEV void load(u32 meta, int i) {
+    const uint2 m = lds64(meta + i * 8);
+    k = m.x, v = m.y;
+  }
+  DEV void hide() { v = 0; }              // stale metadata may be NaN
+};
+struct Decoder {
+  float unit;                             // of the products of K
+  DEV void begin(const float* grid, float products) { unit = products; }
+  DEV float2 key(const Token& m) const {
+    const float2 k = unpack_half(m.k);
+    return make_float2(k.x * unit, k.y);
+  }
+  DEV float value_lo(const Token& m) const { return unpack_half(m.v).y; }
+  DEV u32 weights(const Token& m, float p0, float p1) const {
+    return mul_half2(pack_half(p0, p1), __byte_perm(m.v, m.v, 0x1010));
+  }
+  DEV bool big(const Token (&m)[2][2]) const {
+    return (0xFFFF & max_u16x2(max_u16x2(m[0][0].v, m[0][1].v), max_u16x2(m[1][0].v, m[1][1].v))) > BIG_STEP;
+  }
+  DEV float value_log2(const Token& m) const { return lg2(unpack_half(m.v).x); }
+};
+#elif META_FORM == SCALE
+constexpr u32 BIG_STEP = 0x5800;          // 128.0
+struct Token {
+  u32 w;                                  // of K, of V
+  DEV void load(u32 meta, int i) { w = lds32(meta + i * 4); }
+  DEV void hide() { w &= 0xFFFF; }
+};
+struct Decoder {
+  float unit;
+  DEV void begin(const float* grid, float products) { unit = products; }
+  DEV float2 key(const Token& m) const { return make_float2(unpack_half(m.w).x * unit, 0.f); }
+  DEV float value_lo(const Token& m) const { return 0.f; }
+  DEV u32 weights(const Token& m, float p0, float p1) const {
+    return mul_half2(pack_half(p0, p1), __byte_perm(m.w, m.w, 0x3232));
+  }
+  DEV bool big(const Token (&m)[2][2]) const {
+    return max_u16x2(max_u16x2(m[0][0].w, m[0][1].w), max_u16x2(m[1][0].w, m[1][1].w)) >> 16 > BIG_STEP;
+  }
+  DEV float value_log2(const Token& m) const { return lg2(unpack_half(m.w).y); }
+};
+#elif META_FORM == COMPACT
+// 2048 + byte / 16 for byte i of w: the byte lies in the mantissa, so it costs no conversion. Folding 2048 into the
+// constants below shifts a step by 4e-5 of itself and a lo by 0.002 of its grid at most.
+DEV float sixteenths(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x45000000u, 0x7404 | i << 4)); }
+struct Token {
+  u32 w;
+  DEV void load(u32 meta, int i) { w = lds32(meta + i * 4); }
+  DEV void hide() {}                      // any byte is a finite number
+};
+struct Decoder {
+  float step_log2[2], lo_first[2], lo_step[2];          // of K (with the unit of its products), of V
+  DEV void begin(const float* grid, float products) {   // [2, 3] of the head
+    UNROLL for (int kv = 0; kv < 2; kv++) {
+      step_log2[kv] = grid[3 * kv] + (kv == 0 ? lg2(products) : 0.f) - 2048.f;
+      lo_step[kv] = grid[3 * kv + 2] * 16.f;
+      lo_first[kv] = fmaf(lo_step[kv], -2048.f, grid[3 * kv + 1]);
+    }
+  }
+  DEV float2 key(const Token& m) const {
+    return make_float2(ex2(sixteenths(m.w, 0) + step_log2[0]), fmaf(sixteenths(m.w, 1), lo_step[0], lo_first[0]));
+  }
+  DEV float value_lo(const Token& m) const { return fmaf(sixteenths(m.w, 3), lo_step[1], lo_first[1]); }
+  DEV u32 weights(const Token& m, float p0, float p1) const {
+    const float step = ex2(value_log2(m));
+    return pack_half(p0 * step, p1 * step);
+  }
+  DEV bool big(const Token (&m)[2][2]) const {
+    const float top = fmaxf(fmaxf(sixteenths(m[0][0].w, 2), sixteenths(m[0][1].w, 2)),
+                            fmaxf(sixteenths(m[1][0].w, 2), sixteenths(m[1][1].w, 2)));
+    return top + step_log2[1] > BIG_STEP_LOG2;
+  }
+  DEV float value_log2(const Token& m) const { return sixteenths(m.w, 2) + step_log2[1]; }
+};
+#endif

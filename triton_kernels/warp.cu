@@ -1,0 +1,381 @@
+// One warp's share of attend: the work of a split, and attention of 8 columns over it. After common.cu
+// and meta.cu; needs SOFT_CAP and WIN_COST (plan.WINDOW_COST).
+
+struct Args {
+  float* o;              // [splits + B, HK, columns, D]
+  float2* ml;            // [splits + B, HK, columns]
+  const int* plan;
+  const float* q;        // [T, HK * G, D]
+  const u8* blocks;      // [N, HK, HB]
+  const u16* sink_k;     // [R, n_sink, HK, D]
+  const u16* sink_v;
+  const u16* ring_k;     // [R, n_recent, HK, D]
+  const u16* ring_v;
+  const int* table;      // [R, table_stride]
+  const float* r_v;      // [HK, D, D], for the merge kernel
+  i64 table_stride;
+  int batch, n_sink, n_recent, columns;
+  float scale_log2, cap_log2;
+  const float* grid;     // [HK, 2, 3], COMPACT
+};
+
+// ---------------------------------------------------------------- work of a split
+struct Segment {                 // what one split does for one request
+  int b, row, seq_len, hist_end, q_start, q_len;
+  int sink_chunks, chunk0, chunk1, tile0, tile1, stop;
+};
+DEV Segment segment(const Args& a, int b, int4 x, int4 y, int line, int line_end) {
+  Segment s = {b, x.x, x.y, x.z, x.w, y.x};
+  const int origin = y.y;
+  s.stop = min(line_end, y.z);
+  s.sink_chunks = div_up(min(s.seq_len, a.n_sink), WIN);
+  const int recent = max(s.seq_len - max(a.n_sink, s.hist_end), 0);
+  const int chunks = s.sink_chunks + div_up(recent, WIN);
+  s.chunk0 = min(div_up(line - origin, WIN_COST), chunks);
+  s.chunk1 = min(div_up(s.stop - origin, WIN_COST), chunks);
+  const int tiles_from = origin + chunks * WIN_COST;
+  s.tile0 = max(line - tiles_from, 0);
+  s.tile1 = max(s.stop - tiles_from, s.tile0);
+  return s;
+}
+// The segments of a split, in order: for (Work work(a, split); work.more();) { const Segment s = work.take(); ... }
+struct Work {
+  const Args& a;
+  const int* fields;             // of the next segment's request
+  int b, at, end;
+  DEV Work(const Args& args, int split) : a(args) {
+    const int* mine = a.plan + HEADER + a.batch * FIELDS + split * SPLIT;
+    const int4 line = *reinterpret_cast<const int4*>(mine);
+    fields = mine + 4;
+    b = line.x;
+    at = line.y;
+    end = line.z;
+  }
+  DEV bool more() const { return at < end; }
+  DEV Segment take() {
+    const int4* f = reinterpret_cast<const int4*>(fields);
+    const Segment s = segment(a, b++, f[0], f[1], at, end);
+    at = s.stop;
+    fields = a.plan + HEADER + b * FIELDS;
+    return s;
+  }
+};
+
+// ---------------------------------------------------------------- one warp: one KV head, 8 columns
+// Lane (g, t) = (lane / 4, lane % 4). As MMA accumulator it holds tokens or channels g, g + 8 of
+// columns 2t, 2t + 1; as query operand it holds column g.
+DEV float capped(float x, float cap_log2) {
+  const float e = ex2(fabsf(x) * (-2.f * LOG2E / cap_log2));
+  return copysignf(cap_log2 * __fdividef(1.f - e, 1.f + e), x);
+}
+
+struct Warp {
+  u32 qb[NJ][2];                        // query as B operand of the history
+  float sum0, sum1;                     // sums of q of 2t, 2t + 1
+  Decoder decoder;
+  float acc[NJ][4], m0, m1, l0, l1, z0, z1;
+  bool unset0, unset1;                  // no visible token yet
+  float norm, inv_norm;                 // what q is multiplied by (0: no such column), its inverse
+  const float* qr;                      // query row of column g
+  int q_pos0, q_pos1;
+  bool valid;
+  int g, t;
+
+  DEV void begin(const Args& a, const Segment& s, int head, int first_col) {
+    const int lane = threadIdx.x & 31, col = first_col + (lane >> 2);
+    g = lane >> 2;
+    t = lane & 3;
+    const int c0 = first_col + 2 * t;
+    q_pos0 = s.seq_len - s.q_len + c0 / G;
+    q_pos1 = s.seq_len - s.q_len + (c0 + 1) / G;
+    valid = col < s.q_len * G;
+    const int qi = valid ? col / G : 0;
+    qr = a.q + ((i64)(s.q_start + qi) * (HK * G) + head * G + (valid ? col % G : 0)) * D;
+    UNROLL for (int j = 0; j < NJ; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
+    m0 = m1 = l0 = l1 = z0 = z1 = 0.f;
+    unset0 = unset1 = true;
+    float top = 0.f;
+    UNROLL for (int r = 0; r < D / 16; r++) {
+      const float4 v = *reinterpret_cast<const float4*>(qr + 16 * r + 4 * t);
+      top = fmaxf(top, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    }
+    UNROLL for (int o = 1; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    top *= a.scale_log2;
+    // A power of two that brings all |q| below 2^7, so that no operand leaves FP16's range.
+    const int e = max(-100, min(100, (int)((__float_as_uint(top) >> 23) & 255) - 127));
+    norm = __uint_as_float((u32)(127 + 6 - e) << 23) * a.scale_log2;
+    inv_norm = __uint_as_float((u32)(127 - 6 + e) << 23);
+    if (!valid) norm = 0.f;
+  }
+
+  // ---- exact windows: 16 tokens whose rows this lane addresses as k0/v0 (token g), k1/v1 (g + 8)
+  DEV void window_chunk(const Args& a, const u16* kbase, const u16* vbase, i64 at0, i64 at1,
+                        int pos, int end) {
+    const bool ok0 = pos + g < end, ok1 = pos + g + 8 < end;
+    const uint4 none = {0, 0, 0, 0};
+    float s[1][4] = {{0.f, 0.f, 0.f, 0.f}};
+    uint4 k[D / 32][2], v[D / 32][2];
+    UNROLL for (int r = 0; r < D / 32; r++) {       // channels 32r + 8t .. + 7
+      k[r][0] = ok0 ? *reinterpret_cast<const uint4*>(kbase + at0 + 32 * r + 8 * t) : none;
+      k[r][1] = ok1 ? *reinterpret_cast<const uint4*>(kbase + at1 + 32 * r + 8 * t) : none;
+    }
+    UNROLL for (int r = 0; r < D / 32; r++) {
+      v[r][0] = ok0 ? *reinterpret_cast<const uint4*>(vbase + at0 + 32 * r + 8 * t) : none;
+      v[r][1] = ok1 ? *reinterpret_cast<const uint4*>(vbase + at1 + 32 * r + 8 * t) : none;
+    }
+    UNROLL for (int r = 0; r < D / 32; r++) {
+      const float4 x = *reinterpret_cast<const float4*>(qr + 32 * r + 8 * t);
+      const float4 y = *reinterpret_cast<const float4*>(qr + 32 * r + 8 * t + 4);
+      u32 hi[4], lo[4];
+      split_window(x.x * norm, x.y * norm, hi[0], lo[0]);
+      split_window(x.z * norm, x.w * norm, hi[1], lo[1]);
+      split_window(y.x * norm, y.y * norm, hi[2], lo[2]);
+      split_window(y.z * norm, y.w * norm, hi[3], lo[3]);
+      mma_window(s[0], k[r][0].x, k[r][1].x, k[r][0].y, k[r][1].y, hi[0], hi[1]);
+      mma_window(s[0], k[r][0].x, k[r][1].x, k[r][0].y, k[r][1].y, lo[0], lo[1]);
+      mma_window(s[0], k[r][0].z, k[r][1].z, k[r][0].w, k[r][1].w, hi[2], hi[3]);
+      mma_window(s[0], k[r][0].z, k[r][1].z, k[r][0].w, k[r][1].w, lo[2], lo[3]);
+    }
+    float x[1][4];
+    auto logits = [&]() {
+      UNROLL for (int e = 0; e < 2; e++) {
+        const int p = pos + g + 8 * e;
+        float y0 = s[0][2 * e] * inv_norm, y1 = s[0][2 * e + 1] * inv_norm;
+        if (SOFT_CAP) y0 = capped(y0, a.cap_log2), y1 = capped(y1, a.cap_log2);
+        x[0][2 * e] = p < end && p <= q_pos0 ? y0 + (BIAS - m0) : HIDDEN;
+        x[0][2 * e + 1] = p < end && p <= q_pos1 ? y1 + (BIAS - m1) : HIDDEN;
+      }
+    };
+    logits();
+    const float no_excess[1][2] = {{0.f, 0.f}};
+    if (outgrown(x, unset0 || unset1)) { move_reference<1, true>(x, no_excess); logits(); }
+    u32 hi[2], lo[2];
+    UNROLL for (int e = 0; e < 2; e++) {
+      const float p0 = ex2(x[0][2 * e]), p1 = ex2(x[0][2 * e + 1]);
+      l0 += p0;
+      l1 += p1;
+      split_window(p0, p1, hi[e], lo[e]);
+      hi[e] = transpose8x8(hi[e]);
+      lo[e] = transpose8x8(lo[e]);
+    }
+    UNROLL for (int r = 0; r < D / 32; r++) {
+      pv_window(acc[2 * r], v[r][0].x, v[r][0].y, v[r][1].x, v[r][1].y, hi, lo);
+      pv_window(acc[2 * r + 1], v[r][0].z, v[r][0].w, v[r][1].z, v[r][1].w, hi, lo);
+    }
+  }
+  // Rows of V come 16 bytes a lane, so acc[j] of the windows is in the channels of win_channel.
+  DEV static void pv_window(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1, const u32 (&hi)[2],
+                            const u32 (&lo)[2]) {
+    a0 = transpose8x8(a0), a1 = transpose8x8(a1), b0 = transpose8x8(b0), b1 = transpose8x8(b1);
+    mma_window(c, a0, a1, b0, b1, hi[0], hi[1]);
+    mma_window(c, a0, a1, b0, b1, lo[0], lo[1]);
+  }
+  DEV int win_channel(int j, int e) const {
+    return 32 * (j >> 1) + 8 * (g >> 1) + 4 * (j & 1) + 2 * e + (g & 1);
+  }
+  DEV void window(const Args& a, const Segment& s, int head, int chunk) {
+    const bool sink = chunk < s.sink_chunks;
+    const int from = sink ? 0 : max(a.n_sink, s.hist_end);
+    const int pos = from + (sink ? chunk : chunk - s.sink_chunks) * WIN;
+    const int end = sink ? min(s.seq_len, a.n_sink) : s.seq_len;
+    const int rows = sink ? a.n_sink : a.n_recent;
+    // Past the end the row of the last token stands in: never read, always addressable.
+    const int p0 = min(pos + g, end - 1), p1 = min(pos + g + 8, end - 1);
+    const int r0 = sink ? p0 : p0 % rows, r1 = sink ? p1 : p1 % rows;
+    const i64 at0 = (((i64)s.row * rows + r0) * HK + head) * D;
+    const i64 at1 = (((i64)s.row * rows + r1) * HK + head) * D;
+    window_chunk(a, sink ? a.sink_k : a.ring_k, sink ? a.sink_v : a.ring_v, at0, at1, pos, end);
+  }
+
+  // ---- 2-bit history
+  DEV void begin_history(const Args& a, int head) {
+    float sq = 0.f;                                 // sum of q
+    UNROLL for (int j = 0; j < NJ; j++)
+      UNROLL for (int e = 0; e < 2; e++) {
+        const float sc = (float)(1 << (8 - plane_shift(plane(j, e))));
+        const float2 v = *reinterpret_cast<const float2*>(qr + 16 * j + 8 * e + 2 * t);
+        qb[j][e] = pack_half(v.x * norm * sc, v.y * norm * sc);
+        const float2 r = unpack_half(qb[j][e]);
+        sq += (r.x + r.y) * (1.f / sc);
+      }
+    sq += __shfl_xor_sync(~0u, sq, 1);
+    sq += __shfl_xor_sync(~0u, sq, 2);
+    sq *= inv_norm;
+    sum0 = __shfl_sync(~0u, sq, t * 8);
+    sum1 = __shfl_sync(~0u, sq, t * 8 + 4);
+    // 2^8 of the query, 2^-24 of the codes
+    decoder.begin(a.grid + head * 6, inv_norm * (65536.f * VALUE_UNIT));
+  }
+  DEV void end_history() {
+    UNROLL for (int j = 0; j < NJ; j++)
+      UNROLL for (int e = 0; e < 4; e++)
+        acc[j][e] *= VALUE_UNIT * (float)(1 << (24 - plane_shift(plane(j, e >> 1))));
+  }
+  // SUB: bytes between the two blocks. Tokens outside [from, to) are hidden when EDGE. After the
+  // FIRST tile every column has seen a token, so the flags of that need no registers in the loop.
+  template <int SUB, bool EDGE, bool FIRST>
+  DEV void history_tile(const Args& a, u32 base, int from, int to) {
+    const int lane = threadIdx.x & 31;
+    float s[2][4], x[2][4];
+    Token md[2][2];
+    u32 k[2][4], v[2][4];
+    if (D == 128) {
+      const u32 at = base + (lane >> 4) * CHUNK + (lane & 15) * 16;
+      UNROLL for (int u = 0; u < 2; u++) ldsm(k[u], at + u * SUB);
+    } else {
+      ldsm(k[0], base + (lane >> 4) * SUB + (lane & 15) * 16);
+    }
+    UNROLL for (int u = 0; u < 2; u++)
+      UNROLL for (int e = 0; e < 2; e++) md[u][e].load(base + META + u * SUB, g + 8 * e);
+    UNROLL for (int u = 0; u < 2; u++) s[u][0] = s[u][1] = s[u][2] = s[u][3] = 0.f;
+    UNROLL for (int j = 0; j < NJ; j++)
+      UNROLL for (int u = 0; u < 2; u++) {
+        const int p = plane(j, 0), q = plane(j, 1);
+        if (D == 128)
+          mma(s[u], operand(k[u][0], p), operand(k[u][1], p), operand(k[u][2], p),
+              operand(k[u][3], p), qb[j][0], qb[j][1]);
+        else
+          mma(s[u], operand(k[0][2 * u], p), operand(k[0][2 * u + 1], p),
+              operand(k[0][2 * u], q), operand(k[0][2 * u + 1], q), qb[j][0], qb[j][1]);
+      }
+    float ks[2][2], kl[2][2];
+    UNROLL for (int u = 0; u < 2; u++)
+      UNROLL for (int e = 0; e < 2; e++) {
+        const float2 m = decoder.key(md[u][e]);
+        ks[u][e] = m.x;
+        kl[u][e] = m.y;
+      }
+    auto logits = [&]() {
+      const float r0 = BIAS - m0, r1 = BIAS - m1;
+      UNROLL for (int u = 0; u < 2; u++)
+        UNROLL for (int e = 0; e < 2; e++) {
+          if (SOFT_CAP) {
+            x[u][2 * e] =
+                capped(fmaf(s[u][2 * e], ks[u][e], HAS_LO ? kl[u][e] * sum0 : 0.f), a.cap_log2) + r0;
+            x[u][2 * e + 1] =
+                capped(fmaf(s[u][2 * e + 1], ks[u][e], HAS_LO ? kl[u][e] * sum1 : 0.f), a.cap_log2) + r1;
+          } else {
+            x[u][2 * e] = fmaf(s[u][2 * e], ks[u][e], HAS_LO ? fmaf(kl[u][e], sum0, r0) : r0);
+            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks[u][e], HAS_LO ? fmaf(kl[u][e], sum1, r1) : r1);
+          }
+          if (EDGE) {
+            const int i = 16 * u + g + 8 * e;
+            if (i < from || i >= to) x[u][2 * e] = x[u][2 * e + 1] = HIDDEN, md[u][e].hide();
+          }
+        }
+    };
+    logits();
+    if (outgrown(x, decoder.big(md) || (FIRST && (unset0 || unset1)))) {
+      float excess[2][2];
+      UNROLL for (int u = 0; u < 2; u++)
+        UNROLL for (int e = 0; e < 2; e++)
+          excess[u][e] = fmaxf(0.f, decoder.value_log2(md[u][e]) - BIG_STEP_LOG2);
+      move_reference<2, FIRST>(x, excess);
+      logits();
+    }
+    if (FIRST) unset0 = unset1 = false;
+    if (D == 128) {
+      const u32 at = base + (2 + ((lane >> 3) & 1)) * CHUNK + ((lane & 7) + 8 * (lane >> 4)) * 16;
+      UNROLL for (int u = 0; u < 2; u++) ldsm_t(v[u], at + u * SUB);
+    } else {
+      ldsm_t(v[0], base + CHUNK + (lane >> 4) * SUB + (lane & 15) * 16);
+    }
+    u32 pb[2][2];
+    UNROLL for (int u = 0; u < 2; u++)
+      UNROLL for (int e = 0; e < 2; e++) {
+        const float p0 = ex2(x[u][2 * e]), p1 = ex2(x[u][2 * e + 1]);
+        const float lo = decoder.value_lo(md[u][e]);
+        l0 += p0;
+        l1 += p1;
+        if (HAS_LO) z0 = fmaf(p0, lo, z0), z1 = fmaf(p1, lo, z1);
+        pb[u][e] = transpose8x8(decoder.weights(md[u][e], p0, p1));
+      }
+    UNROLL for (int u = 0; u < 2; u++)
+      UNROLL for (int j = 0; j < NJ; j++) {
+        const int p = plane(j, 0), q = plane(j, 1);
+        if (D == 128)
+          mma(acc[j], operand(v[u][0], p), operand(v[u][1], p), operand(v[u][2], p),
+              operand(v[u][3], p), pb[u][0], pb[u][1]);
+        else
+          mma(acc[j], operand(v[0][2 * u], p), operand(v[0][2 * u], q),
+              operand(v[0][2 * u + 1], p), operand(v[0][2 * u + 1], q), pb[u][0], pb[u][1]);
+      }
+  }
+
+  // ---- soft-max reference
+  template <int U> DEV bool outgrown(const float (&x)[U][4], bool force) {
+    float top = HIDDEN;
+    UNROLL for (int u = 0; u < U; u++)
+      top = fmaxf(top, fmaxf(fmaxf(x[u][0], x[u][1]), fmaxf(x[u][2], x[u][3])));
+    return __any_sync(~0u, top > THRESHOLD || force);
+  }
+  // excess: log2 of what a token's probability must stay below 2^BIAS by
+  template <int U, bool FIRST>
+  DEV void move_reference(const float (&x)[U][4], const float (&excess)[U][2]) {
+    float a0 = HIDDEN, a1 = HIDDEN;
+    UNROLL for (int u = 0; u < U; u++)
+      UNROLL for (int e = 0; e < 2; e++) {
+        a0 = fmaxf(a0, x[u][2 * e] + excess[u][e]);
+        a1 = fmaxf(a1, x[u][2 * e + 1] + excess[u][e]);
+      }
+    UNROLL for (int o = 4; o < 32; o <<= 1) {
+      a0 = fmaxf(a0, __shfl_xor_sync(~0u, a0, o));
+      a1 = fmaxf(a1, __shfl_xor_sync(~0u, a1, o));
+    }
+    const float f0 = shift<FIRST>(m0, unset0, a0), f1 = shift<FIRST>(m1, unset1, a1);
+    l0 *= f0; l1 *= f1; z0 *= f0; z1 *= f1;
+    UNROLL for (int j = 0; j < NJ; j++) {
+      acc[j][0] *= f0; acc[j][1] *= f1; acc[j][2] *= f0; acc[j][3] *= f1;
+    }
+  }
+  template <bool FIRST> DEV float shift(float& m, bool& unset, float top) {
+    if (FIRST && unset) {
+      if (top > HIDDEN * 0.5f) m = top - BIAS, unset = false;
+      return 1.f;
+    }
+    const float d = fmaxf(top - BIAS, 0.f);
+    m += d;
+    return ex2(-d);
+  }
+  DEV void finish() {
+    UNROLL for (int o = 4; o < 32; o <<= 1) {
+      l0 += __shfl_xor_sync(~0u, l0, o); l1 += __shfl_xor_sync(~0u, l1, o);
+      z0 += __shfl_xor_sync(~0u, z0, o); z1 += __shfl_xor_sync(~0u, z1, o);
+    }
+    m0 = unset0 ? HIDDEN : m0 - BIAS;
+    m1 = unset1 ? HIDDEN : m1 - BIAS;
+    UNROLL for (int j = 0; j < NJ; j++)
+      UNROLL for (int e = 0; e < 4; e++) acc[j][e] += (e & 1) ? z1 : z0;
+  }
+  // Add what this warp saved before (its windows).
+  DEV void absorb(const float* o, const float2* ml) {
+    const float2 a0 = ml[2 * t], a1 = ml[2 * t + 1];
+    const float top0 = fmaxf(m0, a0.x), top1 = fmaxf(m1, a1.x);
+    const float f0 = ex2(m0 - top0), f1 = ex2(m1 - top1);
+    const float g0 = ex2(a0.x - top0), g1 = ex2(a1.x - top1);
+    m0 = top0;
+    m1 = top1;
+    l0 = fmaf(l0, f0, a0.y * g0);
+    l1 = fmaf(l1, f1, a1.y * g1);
+    UNROLL for (int e = 0; e < 4; e++)
+      UNROLL for (int j = 0; j < NJ; j++) {
+        const float before = o[(2 * t + (e & 1)) * D + 16 * j + 8 * (e >> 1) + g];
+        acc[j][e] = fmaf(acc[j][e], (e & 1) ? f1 : f0, before * ((e & 1) ? g1 : g0));
+      }
+    __syncwarp();                                   // `save` may write over what others still read
+  }
+  // o [columns][D] and ml [columns] of this warp's first column; n columns exist
+  template <bool WINDOWS> DEV void save(float* o, float2* ml, int n) {
+    UNROLL for (int e = 0; e < 4; e++) {
+      const int c = 2 * t + (e & 1);
+      if (c < n)
+        UNROLL for (int j = 0; j < NJ; j++)
+          o[c * D + (WINDOWS ? win_channel(j, e >> 1) : 16 * j + 8 * (e >> 1) + g)] = acc[j][e];
+    }
+    if (g == 0) {
+      if (2 * t < n) ml[2 * t] = make_float2(m0, l0);
+      if (2 * t + 1 < n) ml[2 * t + 1] = make_float2(m1, l1);
+    }
+    __syncwarp();
+  }
+};
