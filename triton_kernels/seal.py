@@ -2,8 +2,9 @@
 
 ``reference.seal``: of a block that ends at fresh token t, the tokens of this step are rotated from
 k and v, the earlier ones read from the ring, which ``store`` overwrites only afterwards; all are
-rounded to the ring's dtype (``limit``: its largest number, in place of infinity). A program looks at GROUP tokens of one head; nearly always none ends a
-block and it is done, so a captured decode step can hold the launch.
+rounded to the ring's dtype (``limit``: its largest number, in place of infinity). A program looks
+at GROUP tokens of one head; nearly always none ends a block and it is done, so a captured decode
+step can hold the launch.
 
 Two passes over a block, 16 rows at a time as ``store`` takes them: the range of each channel, then
 the codes.

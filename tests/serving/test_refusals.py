@@ -170,6 +170,7 @@ def _write_artifacts(folder: Path, model: Path) -> None:
     fingerprint = artifact.Fingerprint.of(model)
     good = folder / "good.safetensors"
     artifact.data_free(fingerprint, "feedback").save(good)
+    artifact.data_free(fingerprint, "omni").save(folder / "blocks.safetensors")
     (folder / "truncated.safetensors").write_bytes(good.read_bytes()[:-1000])
     (folder / "text.safetensors").write_text("not an artifact" * 100)
     with safe_open(good, "pt") as f:
