@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,38 @@ from filelock import FileLock, Timeout
 
 from ..artifact import Artifact, ArtifactError, Fingerprint, check, load
 from ..config import cache_dir
+from ..kernels.codec import CODECS
 
 logger = logging.getLogger(__name__)
 
 _LOCK_NOTICE_SECONDS = 5
 
 
-def artifact_path(fingerprint: Fingerprint, codec: str) -> Path:
-    """Where the artifact of a model and codec is cached."""
+def artifact_path(
+    fingerprint: Fingerprint, codec: str, codec_options: Mapping[str, str] | None = None
+) -> Path:
+    """Where the artifact of a model, codec and choice of its options is cached."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", fingerprint.architecture)
-    return cache_dir() / f"{name}-{fingerprint.key}-{codec}.safetensors"
+    chosen = "".join(f"-{k}-{v}" for k, v in sorted((codec_options or {}).items()))
+    return cache_dir() / f"{name}-{fingerprint.key}-{codec}{chosen}.safetensors"
 
 
 def ensure_artifact(
-    model_dir: Path | str, codec: str = "feedback", **options: Any
+    model_dir: Path | str,
+    codec: str = "feedback",
+    codec_options: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> tuple[Artifact, Path | None, bool]:
     """The cached artifact of a model, calibrated without data if there is none yet.
 
-    ``options`` go to ``pipeline.calibrate`` (tokens, device, seed, progress). Returns the artifact,
-    its file (None if the cache directory cannot be written) and whether it was made now. A file
-    lock makes other processes wait instead of calibrating the same model twice.
+    ``codec_options`` and ``options`` go to ``pipeline.calibrate`` (tokens, device, seed, progress).
+    Returns the artifact, its file (None if the cache directory cannot be written) and whether it
+    was made now. A file lock makes other processes wait instead of calibrating the same model
+    twice.
     """
     fingerprint = Fingerprint.of(model_dir)
-    path = artifact_path(fingerprint, codec)
+    path = artifact_path(fingerprint, codec, codec_options)
+    options["codec_options"] = codec_options
     found = _valid(path, fingerprint, codec)
     if found:
         return found, path, False
@@ -84,9 +94,13 @@ def _valid(path: Path, fingerprint: Fingerprint, codec: str) -> Artifact | None:
 def _calibrate(model_dir: Path | str, codec: str, options: dict[str, Any]) -> Artifact:
     from .pipeline import calibrate  # imports transformers, which a cache hit does not need
 
-    logger.info("oscar: calibrating codec %s for %s on self-sampled tokens, once", codec, model_dir)
+    if CODECS[codec].needs_data:
+        logger.info(
+            "oscar: calibrating codec %s for %s on self-sampled tokens, once", codec, model_dir
+        )
     artifact = calibrate(model_dir, codec, **options)
-    logger.info("oscar: calibrated in %s s", artifact.provenance["seconds"])
+    if CODECS[codec].needs_data:
+        logger.info("oscar: calibrated in %s s", artifact.provenance["seconds"])
     for warning in artifact.provenance["warnings"]:
         logger.warning("oscar: calibration: %s", warning)
     return artifact

@@ -58,7 +58,8 @@ class LayerFit:
 def fit_layer(
     moments: Moments, codec: str, damping: float = DAMPING, proxy: bool = False
 ) -> LayerFit:
-    """Fit one layer; with several K bases, each head keeps the one with the smallest error.
+    """Fit one layer; with several K bases, each head keeps the one with the smallest error. Not for
+    codecs that need no data.
 
     ``proxy`` gives OSCAR the V statistic of its published code instead of its paper's.
     """

@@ -7,7 +7,9 @@ as published or as deployed: ``fp8@0+0``, ``omni@0+128``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ..kernels.codec_omni import OPTIONS
 from .baselines.fp8 import Fp8
 from .baselines.per_channel import PerChannel
 from .baselines.per_token import PerToken
@@ -41,7 +43,7 @@ def _all() -> list[Method]:
         Served("oscar"),
         OscarProxy(),
         Served("lloyd"),
-        Omni(),
+        Omni("omni", "OScaR: keys per channel over 128 tokens after a token norm"),
         Served("aligned"),
         Served("feedback"),
         Served("accurate"),
@@ -51,6 +53,15 @@ def _all() -> list[Method]:
 
 
 METHODS = {m.name: m for m in _all()}
+# Parts of ``omni``, for the ablation of its paper; a run must name them, "all" leaves them out.
+ABLATIONS = {
+    m.name: m
+    for m in (
+        Omni("omni-rotation", "omni without its token norm", norm="none"),
+        Omni("omni-scaling", "omni without its rotation", rotation="none"),
+        Omni("omni-channels", "omni without either: K per channel", norm="none", rotation="none"),
+    )
+}
 PUBLISHED_WINDOWS = (
     "fp8@0+0",
     "int4-hadamard@0+0",
@@ -108,9 +119,10 @@ def sweep_jobs(jobs: list[Job]) -> list[Job]:
 
 def _job(text: str, n_sink: int, n_recent: int) -> Job:
     name, at, windows = text.partition("@")
-    if name not in METHODS:
+    method = find_method(name)
+    if method is None:
         raise CalibrationError(
-            f"--codecs: unknown codec {name!r}; known: all, {', '.join(METHODS)}"
+            f"--codecs: unknown codec {name!r}; known: all, {', '.join((*METHODS, *ABLATIONS))}"
         )
     if at:
         try:
@@ -121,4 +133,16 @@ def _job(text: str, n_sink: int, n_recent: int) -> Job:
             raise CalibrationError(
                 f"--codecs: {text!r}: expected NAME@SINK+RECENT with two numbers of tokens"
             ) from None
-    return Job(text, METHODS[name], n_sink, n_recent)
+    return Job(text, method, n_sink, n_recent)
+
+
+def find_method(name: str) -> Method | None:
+    return METHODS.get(name) or ABLATIONS.get(name)
+
+
+def method_of(codec: str, options: dict[str, Any]) -> Method:
+    """What judges an artifact of ``codec`` with these options."""
+    if codec != "omni":
+        return METHODS[codec]
+    chosen = {n: options.get(n, values[0]) for n, values in OPTIONS.items()}
+    return next(m for m in (METHODS[codec], *ABLATIONS.values()) if m.options == chosen)

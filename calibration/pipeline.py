@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..artifact import Artifact, Fingerprint
+from ..artifact import Artifact, Fingerprint, data_free
 from ..kernels.codec import CODECS
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens
@@ -37,6 +37,7 @@ def calibrate(
     engine: str = "transformers",
     partial: Path | None = None,
     tp: int = 1,
+    codec_options: Mapping[str, str] | None = None,
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -47,7 +48,9 @@ def calibrate(
     partial   file that keeps the sums of an interrupted run (transformers engine); removed at the
               end
     tp        tensor-parallel ranks (sglang engine)
+    codec_options  of ``omni`` (``codec_omni.OPTIONS``)
 
+    A codec that needs no data is made from the model's shape alone; the model does not run.
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
     """
     options = dict(
@@ -58,6 +61,7 @@ def calibrate(
         engine=engine,
         partial=partial,
         tp=tp,
+        codec_options=codec_options,
     )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
@@ -75,6 +79,7 @@ def calibrate_codecs(
     engine: str = "transformers",
     partial: Path | None = None,
     tp: int = 1,
+    codec_options: Mapping[str, str] | None = None,
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -82,6 +87,10 @@ def calibrate_codecs(
     if unknown := [name for name in codecs if name not in CODECS]:
         raise CalibrationError(f"unknown codec {unknown[0]!r}; supported: {', '.join(CODECS)}")
     fingerprint = Fingerprint.of(model_dir)
+    made = _without_data(fingerprint, codecs, codec_options, start)
+    codecs = [name for name in codecs if name not in made]
+    if not codecs:
+        return made
     check_supported(model_dir, fingerprint.head_dim)
     source = load_tokens(data, model_dir, tokens, seed)
     rows = sum(max(0, len(ids) - n_sink) for ids in source.sequences)
@@ -103,7 +112,6 @@ def calibrate_codecs(
         "device": device,
         "engine": engine,
     }
-    made = {}
     for codec in codecs:
         fits = _fit(observed.moments, codec, progress)
         warnings = calibration_warnings(
@@ -118,6 +126,30 @@ def calibrate_codecs(
             layers=[fit.params for fit in fits],
             provenance=provenance | {"layers": [fit.report for fit in fits]},
         )
+    return made
+
+
+def _without_data(
+    fingerprint: Fingerprint,
+    codecs: Sequence[str],
+    codec_options: Mapping[str, str] | None,
+    start: float,
+) -> dict[str, Artifact]:
+    """Artifacts of those codecs that have nothing to measure; only they have options to choose."""
+    made = {}
+    for codec in codecs:
+        if CODECS[codec].needs_data:
+            if codec_options:
+                raise CalibrationError(
+                    f"codec {codec} has no options {', '.join(codec_options)}; they are omni's"
+                )
+            continue
+        artifact = made[codec] = data_free(fingerprint, codec, dict(codec_options or {}))
+        artifact.provenance |= {
+            "tool": f"oscar_sglang {__version__}",
+            "date": _now(),
+            "seconds": round(time.monotonic() - start, 1),
+        }
     return made
 
 

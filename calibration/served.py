@@ -53,30 +53,38 @@ class OscarProxy(Served):
 
 
 class Omni(Method):
-    """OScaR: Hadamard, token norms, keys per channel over blocks. Data-free."""
+    """OScaR: Hadamard, token norms, keys per channel over blocks. Data-free.
+
+    norm, rotation  what ``codec_omni.OPTIONS`` call so; the ablation of its paper leaves them out
+    """
 
     block = codec_omni.BLOCK
     needs_stats = False
 
-    def __init__(self) -> None:
-        super().__init__("omni", "OScaR: keys per channel over 128 tokens after a token norm")
+    def __init__(
+        self, name: str, summary: str, norm: str = "head", rotation: str = "hadamard"
+    ) -> None:
+        super().__init__(name, summary)
+        self.options = {"norm": norm, "rotation": rotation}
 
     def fit(self, moments: Moments | None) -> None:
         return None
 
     def encode(self, params, k, v, first=0) -> Encoded:
-        k_rot, v_rot = rotate(k, _plain(k)), rotate(v, _plain(v))
-        blocks = (codec_omni.encode_k(k_rot[p]) for p in block_pieces(first, len(k), self.block))
+        k_rot, v_rot = rotate(k, self._basis(k)), rotate(v, self._basis(v))
+        norm = self.options["norm"] == "head"
+        pieces = block_pieces(first, len(k), self.block)
+        blocks = (codec_omni.encode_k(k_rot[p], token_norm=norm) for p in pieces)
         return Encoded(tuple(t for b in blocks for t in b), tuple(codec_omni.encode_v(v_rot)))
 
     def decode(self, params, encoded):
         blocks = zip(*(encoded.k[i::3] for i in range(3)), strict=True)
         k_rot = torch.cat([codec_omni.decode_k(codec_omni.KeyBlock(*b)) for b in blocks])
         v_rot = codec_omni.decode_v(Rows(*encoded.v))
-        return rotate(k_rot, _plain(k_rot)), rotate(v_rot, _plain(v_rot))
+        return rotate(k_rot, self._basis(k_rot)), rotate(v_rot, self._basis(v_rot))
 
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """H for every head of x [T, Hk, D]; its own inverse."""
-    _, heads, d = x.shape
-    return hadamard(d).float().to(x.device).expand(heads, d, d)
+    def _basis(self, x: torch.Tensor) -> torch.Tensor:
+        """H, or the identity, for every head of x [T, Hk, D]; its own inverse."""
+        _, heads, d = x.shape
+        r = hadamard(d).float() if self.options["rotation"] == "hadamard" else torch.eye(d)
+        return r.to(x.device).expand(heads, d, d)

@@ -24,7 +24,8 @@ import torch
 from .artifact_header import FORMAT_VERSION, METADATA_KEY, ArtifactError, Header, read_header
 from .calibration.hadamard import hadamard
 from .fingerprint import Fingerprint, FingerprintError
-from .kernels.codec import CODECS, CodecSpec, LayerParams
+from .kernels.codec import CODECS, CodecSpec, LayerParams, spec_of
+from .kernels.codec_omni import OPTIONS as OMNI_OPTIONS
 
 __all__ = [
     "FORMAT_VERSION",
@@ -48,7 +49,8 @@ class Artifact:
     """A codec fitted to one model.
 
     layers      one LayerParams per attention layer, float32 CPU, all KV heads of the model
-    options     what the codec was fitted with, e.g. {"damping": 0.05}; JSON values
+    options     what the codec was fitted with, e.g. {"damping": 0.05}, or how it runs (``omni``:
+                ``codec_omni.OPTIONS``); JSON values
     provenance  tool, data, date, seconds, warnings, per-layer report; JSON values, never used
                 in computation
     """
@@ -61,7 +63,7 @@ class Artifact:
 
     @property
     def spec(self) -> CodecSpec:
-        return CODECS[self.codec]
+        return spec_of(self.codec, self.options)
 
     @property
     def id(self) -> str:
@@ -112,12 +114,19 @@ def load(path: Path | str) -> Artifact:
         LayerParams(*(tensors.get(f"layers.{i}.{name}") for name in LayerParams._fields))
         for i in range(header.fingerprint.layers)
     ]
-    _check_layers(path, header.codec, header.fingerprint, layers)
-    return _artifact(header, layers)
+    artifact = _artifact(header, layers)
+    validate(artifact, path)
+    return artifact
 
 
 def validate(artifact: Artifact, where: Path | str) -> None:
-    """Refuse tensors that no kernel can use; ``where`` begins the message."""
+    """Refuse options and tensors that no kernel can use; ``where`` begins the message."""
+    for name, values in _options_of(artifact.codec).items():
+        if (found := artifact.options.get(name, values[0])) not in values:
+            raise ArtifactError(
+                f"{where}: option {name} of codec {artifact.codec} is {found!r}, expected "
+                f"{' or '.join(values)}"
+            )
     _check_layers(where, artifact.codec, artifact.fingerprint, artifact.layers)
 
 
@@ -156,10 +165,19 @@ def shard(artifact: Artifact, tp_rank: int, tp_size: int) -> list[LayerParams]:
     ]
 
 
-def data_free(fingerprint: Fingerprint, codec: str = "feedback") -> Artifact:
-    """Plain Hadamard rotations, the identity as metric: for benchmarks with dummy weights."""
+def _options_of(codec: str) -> dict[str, tuple[str, ...]]:
+    """Options with a fixed choice of values, the default first."""
+    return OMNI_OPTIONS if CODECS[codec].meta == "channel" else {}
+
+
+def data_free(
+    fingerprint: Fingerprint, codec: str = "feedback", options: dict[str, str] | None = None
+) -> Artifact:
+    """Plain Hadamard rotations, the identity as metric: all there is to a codec that needs no data
+    (``options``: ``codec_omni.OPTIONS``); of others only for benchmarks with dummy weights."""
     d, heads = fingerprint.head_dim, fingerprint.kv_heads
-    h = hadamard(d).float()
+    options = {n: values[0] for n, values in _options_of(codec).items()} | (options or {})
+    h = torch.eye(d) if options.get("rotation") == "none" else hadamard(d).float()
     neutral = {
         "r_k": h,
         "r_v": h,
@@ -167,12 +185,15 @@ def data_free(fingerprint: Fingerprint, codec: str = "feedback") -> Artifact:
         "metric": torch.eye(d),
         "grid": torch.tensor([[-8.0, -8.0, 16 / 255]] * 2),  # steps 2^-8 .. 2^8, lo in -8 .. 8
     }
-    report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
+    provenance = {"data": "none: the codec has no statistics", "warnings": []}
+    if CODECS[codec].needs_data:
+        report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
+        provenance = {"data": report, "warnings": [report]}
     layers = [
         LayerParams(**{n: neutral[n].repeat(heads, 1, 1) for n in CODECS[codec].tensors(d)})
         for _ in range(fingerprint.layers)
     ]
-    return Artifact(fingerprint, codec, {}, layers, {"data": report, "warnings": [report]})
+    return Artifact(fingerprint, codec, options, layers, provenance)
 
 
 def _artifact(header: Header, layers: list[LayerParams]) -> Artifact:

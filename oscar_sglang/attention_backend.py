@@ -86,6 +86,8 @@ class OscarAttnBackend(AttentionBackend):
         for row, prefix in zip(rows.tolist(), prefix_lens.tolist(), strict=True):
             if row == 0 or generation[row] == self.seen_generation[row]:
                 continue
+            if prefix % self.pool.segments.spec.block:
+                raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
             self.pool.segments.windows.recent_start[row] = prefix
             if prefix:

@@ -17,9 +17,11 @@ KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
 CODEC_NAMES = (
-    "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd",
+    "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd", "omni",
 )  # fmt: skip
 PREFIX_WINDOWS = ("reuse", "recompute")
+# Field -> the values of ``codec_omni.OPTIONS``, the default first.
+OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
 PREFIX = "oscar_"
 DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
 
@@ -41,6 +43,8 @@ class OscarConfig:
     prefix_window      after a prefix hit "recompute" the last ``recent_tokens`` of the prompt, or
                        "reuse" all that is cached, and read their recent window as codes
     debug_tags         check every read against what was written (``debug_tags.py``; CPU only)
+    omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
+                       paper's ablation (default: the artifact's, else with both)
     """
 
     codec: str | None = None
@@ -51,6 +55,8 @@ class OscarConfig:
     scratch_tokens: int | None = None
     prefix_window: str = "recompute"
     debug_tags: bool = False
+    omni_norm: str | None = None
+    omni_rotation: str | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in (None, *CODEC_NAMES):
@@ -71,6 +77,21 @@ class OscarConfig:
             )
         if not isinstance(self.debug_tags, bool):
             raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")
+        for name, values in OMNI_CHOICES.items():
+            value = getattr(self, name)
+            if value not in (None, *values):
+                raise OscarError(f"{flag(name)} {value!r} is unknown; choose {' or '.join(values)}")
+            if value is not None and self.codec not in (None, "omni"):
+                raise OscarError(
+                    f"{flag(name)} belongs to codec omni, not to {self.codec}; drop it or give "
+                    "--oscar-codec omni"
+                )
+
+    @property
+    def omni_options(self) -> dict[str, str]:
+        """Options of ``codec_omni.OPTIONS`` that were given."""
+        given = {n.removeprefix("omni_"): getattr(self, n) for n in OMNI_CHOICES}
+        return {name: value for name, value in given.items() if value is not None}
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> OscarConfig:
@@ -132,6 +153,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="stop with an error if attention ever reads another token than it should (CPU, slow)",
     )
+    for name, what in (("omni_norm", "token norm"), ("omni_rotation", "rotation")):
+        add(
+            flag(name),
+            choices=OMNI_CHOICES[name],
+            help=f"codec omni with or without its {what} (default {OMNI_CHOICES[name][0]})",
+        )
 
 
 def option_names() -> list[str]:

@@ -13,7 +13,8 @@ position 0) and from then on belongs to its row. Before layer 0 every prefix slo
 it; after layer 0's attention, the rows that really came out of the stores must be those of each
 position exactly once, from the segment the design names, byte for byte. Addresses and boundaries
 are computed here once more and not asked from the code under test. Layer 0 stands for all: every
-layer uses the same addresses.
+layer uses the same addresses. A block codec writes history block by block, from rows that it reads
+back from the ring; these reads are checked like those of attention.
 """
 
 from __future__ import annotations
@@ -96,12 +97,14 @@ class DebugTags:
         self.seg, self.n_sink, self.n_recent = seg, w.windows.n_sink, w.windows.n_recent
         rows, self.cache_rows = len(w.recent_start), len(seg.sinks.tag)
         self.slots = Places("history slot", seg.history.num_slots)
+        self.block = seg.spec.block
         self.sink = Places("sink row", rows, self.n_sink)
         self.ring = Places("ring row", rows, self.n_recent)
         self.cache = Places("sink-cache row", self.cache_rows)
         self.cache_slot = torch.full((self.cache_rows,), -1, dtype=torch.int64)
         self.token = torch.zeros(seg.history.num_slots, dtype=torch.int64)
         self.row_chain = torch.zeros(rows, max_context, dtype=torch.int64)
+        self.row_token = torch.zeros(rows, max_context, dtype=torch.int64)
         self.row_length = [0] * rows
         self.row_start = [0] * rows
         self.reads: list[Read] | None = None
@@ -125,7 +128,7 @@ class DebugTags:
 
     def _history_read(self, result, slots) -> None:
         if self.reads is not None:
-            self.reads.append(Read(self.slots, None, slots, coded_sums(*result)))
+            self.reads.append(Read(self.slots, None, slots, self._coded_sums(slots, *result)))
 
     def _sink_read(self, result, row, positions) -> None:
         self._window_read(self.sink, result, row, positions)
@@ -134,13 +137,30 @@ class DebugTags:
         self._window_read(self.ring, result, row, positions)
 
     def _window_read(self, places, result, row, positions) -> None:
+        read = Read(places, row, positions, checksum(*result))
         if self.reads is not None:
-            self.reads.append(Read(places, row, positions, checksum(*result)))
+            self.reads.append(read)
+        elif len(positions):  # by the store of a block's last token
+            self._check_read(row, read)
 
     def _history_written(self, _result, slots, k: Rows, v: Rows) -> None:
-        fresh = self.fresh
-        self.slots.put(slots, fresh.chains, fresh.batch.positions, coded_sums(k, v))
-        self.token[slots] = fresh.tokens
+        fresh, sums = self.fresh, self._coded_sums(slots, k, v)
+        chains, positions, tokens = fresh.chains, fresh.batch.positions, fresh.tokens
+        if self.block > 1:
+            last = int((fresh.batch.slots == slots[-1]).nonzero()[0])
+            row, end = int(fresh.batch.token_rows[last]), int(positions[last]) + 1
+            if end % self.block or len(slots) != self.block:
+                raise OwnershipError(f"request row {row} sealed {len(slots)} tokens up to {end}")
+            positions = torch.arange(end - self.block, end)
+            chains, tokens = self.row_chain[row, positions], self.row_token[row, positions]
+        self.slots.put(slots, chains, positions, sums)
+        self.token[slots] = tokens
+
+    def _coded_sums(self, slots: torch.Tensor, k: Rows, v: Rows) -> torch.Tensor:
+        sums = coded_sums(k, v)
+        if self.block > 1:
+            sums += checksum(self.seg.history.channels[0][slots // self.block])
+        return sums
 
     def _window_written(self, _result, _rows, _positions, _ends, k, v) -> None:
         batch, dtype = self.fresh.batch, self.seg.windows.sink_k[0].dtype
@@ -172,6 +192,7 @@ class DebugTags:
         expected = torch.tensor(chain(self.token[slots].tolist()), dtype=torch.int64)
         _compare(self.slots, row, None, slots, torch.arange(len(slots)), expected)
         self.row_chain[row, : len(slots)] = expected
+        self.row_token[row, : len(slots)] = self.token[slots]
         self.row_length[row] = self.row_start[row] = len(slots)
         self._restored(row, slots[: self.n_sink])
 
@@ -200,13 +221,15 @@ class DebugTags:
                     f"request row {row} continues at position {prefix}, but only "
                     f"{self.row_length[row]} of its tokens were seen"
                 )
-            slots = req_to_token[row, :prefix].long()
+            coded = prefix - prefix % self.block
+            slots = req_to_token[row, :coded].long()
             expected = self.row_chain[row, :prefix]
-            _compare(self.slots, row, None, slots, torch.arange(prefix), expected)
+            _compare(self.slots, row, None, slots, torch.arange(coded), expected[:coded])
             previous = int(expected[-1]) if prefix else _ROOT
             mine = slice(start, start + end - prefix)
             chains[mine] = torch.tensor(chain(tokens[mine].tolist(), previous, prefix))
             self.row_chain[row, prefix:end] = chains[mine]
+            self.row_token[row, prefix:end] = tokens[mine]
             self.row_length[row] = end
         self.fresh, self.reads = Fresh(batch, chains, tokens), []
 
@@ -224,7 +247,8 @@ class DebugTags:
             raise OwnershipError(f"{len(reads)} reads of {reads[0].places.name}s by no request")
 
     def _check_request(self, row: int, prefix: int, reads: list[Read]) -> None:
-        first_exact = max(self.n_sink, self.row_start[row], prefix + 1 - self.n_recent)
+        low = max(self.row_start[row], prefix + 1 - self.n_recent)
+        first_exact = max(self.n_sink, low + -low % self.block)
         seen = [torch.empty(0, dtype=torch.int64)]
         for read in reads:
             positions = self._check_read(row, read)

@@ -35,6 +35,11 @@ SIGNATURES = {
     "ReqToTokenPool.clear": ("self",),
     "support_triton": ("backend",),
     "get_last_loc": ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+    "PagedTokenToKVPoolAllocator.alloc_extend": (
+        *("self", "prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc"),
+        *("extend_num_tokens", "num_new_pages"),
+    ),
+    "PagedTokenToKVPoolAllocator.alloc_decode": ("self", "seq_lens", "seq_lens_cpu", "last_loc"),
     "BasePrefixCache.swa_reprefill_tail_tokens": ("self",),
     "UnifiedRadixCache.swa_reprefill_tail_tokens": ("self",),
     "Scheduler.get_internal_state": ("self", "recv_req"),

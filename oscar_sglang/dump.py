@@ -44,7 +44,8 @@ def dump_request(
     """
     windows, device = seg.windows.windows, seg.history.blocks[0].device
     recent_start = seg.windows.recent_start[row : row + 1]
-    end = int(history_end(torch.tensor([length], device=device), recent_start, windows))
+    read = torch.tensor([length], device=device)
+    end = int(history_end(read, recent_start, windows, seg.spec.block))
     position = torch.arange(length)
     segment = (position >= windows.n_sink).int() + (position >= max(end, windows.n_sink)).int()
     slots = req_to_token[row, :length].long()

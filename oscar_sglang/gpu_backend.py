@@ -66,7 +66,7 @@ class OscarGpuBackend(AttentionBackend):
         self.varlen = varlen_attention(self.device)
         seg = self.pool.segments
         self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
-        self.windows = self.pool.setup.plan.windows
+        self.windows, self.block = self.pool.setup.plan.windows, seg.spec.block
         self.decode_attention: DecodeAttention = self.pool.decode_attention
         self._log_kernels()
         generation = runner.req_to_token_pool.req_generation
@@ -171,7 +171,7 @@ class OscarGpuBackend(AttentionBackend):
         return ExtendPlan(
             cu_fresh=cu_fresh,
             longest=max(fresh),
-            hist_end=history_end(prefix_lens, recent_start, self.windows),
+            hist_end=history_end(prefix_lens, recent_start, self.windows, self.block),
             tiles=plan_tiles(
                 prefix,
                 fresh,

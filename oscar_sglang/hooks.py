@@ -10,6 +10,7 @@ SGLang changes, and what a hook does beyond choosing is in other modules.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -97,7 +98,7 @@ def _init_server_args(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     check_version()
     verify()
     config = OscarConfig.from_options(options)
-    original(self, *args, **prepare_arguments(kwargs))
+    original(self, *args, **prepare_arguments(kwargs, config))
     self.override("oscar", oscar_config=finish_arguments(self, config))
 
 
@@ -216,13 +217,11 @@ def _on_cpu() -> bool:
     return is_cpu()
 
 
-def _metrics(name: str) -> Callable:
-    """A function of metrics.py, which imports torch: loaded when SGLang first calls it."""
+def _lazy(module: str, name: str) -> Callable:
+    """A function of a module that imports torch: loaded when SGLang first calls it."""
 
     def hook(*args: Any, **kwargs: Any) -> Any:
-        from . import metrics
-
-        return getattr(metrics, name)(*args, **kwargs)
+        return getattr(importlib.import_module(f".{module}", __package__), name)(*args, **kwargs)
 
     return hook
 
@@ -310,6 +309,16 @@ HOOKS = (
         why="same decision by name, in another place",
         until="the backend answers for itself",
     ),
+    *(
+        Hook(
+            f"sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.{name}",
+            "AROUND",
+            _lazy("cpu_paging", name),
+            why="page sizes above 1 launch Triton kernels, also on a CPU",
+            until="SGLang's paged allocator has a form for the CPU",
+        )
+        for name in ("alloc_extend", "alloc_decode")
+    ),
     Hook(
         "sglang.srt.models.utils.enable_fused_set_kv_buffer",
         "AROUND",
@@ -330,21 +339,21 @@ HOOKS = (
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "AFTER",
-        _metrics("after_internal_state"),
+        _lazy("metrics", "after_internal_state"),
         why="/server_info shows tokens and bytes per segment",
         until="SGLang lets pools report their state",
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
         "AROUND",
-        _metrics("remember_prefix"),
+        _lazy("metrics", "remember_prefix"),
         why="exact tokens of a request are counted from where its ring begins",
         until="SGLang keeps the first prefix length of a request",
     ),
     Hook(
         _REPORTER + "_init_metrics",
         "AFTER",
-        _metrics("after_init"),
+        _lazy("metrics", "after_init"),
         why="our gauges are registered beside SGLang's",
         until="SGLang lets pools report their state",
     ),
@@ -352,7 +361,7 @@ HOOKS = (
         Hook(
             _REPORTER + name,
             "AFTER",
-            _metrics("after_report"),
+            _lazy("metrics", "after_report"),
             why="our gauges and log line at SGLang's own interval",
             until="SGLang lets pools report their state",
         )
@@ -361,7 +370,7 @@ HOOKS = (
     Hook(
         _REPORTER + "reset_metrics",
         "AFTER",
-        _metrics("after_reset"),
+        _lazy("metrics", "after_reset"),
         why="/flush_cache empties the cache without any report",
         until="SGLang lets pools report their state",
     ),

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from .kernels.codec import CODECS, LayerParams
+from .kernels.codec import CodecSpec, LayerParams
 from .kernels.layout import MemoryPlan, WindowLayout
 from .kernels.reference import Segments
 from .kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
@@ -25,7 +25,7 @@ class PoolSetup:
     """Everything the pool needs beyond SGLang's own arguments."""
 
     plan: MemoryPlan
-    codec: str
+    spec: CodecSpec
     params: list[LayerParams]
     artifact_id: str
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
@@ -62,7 +62,7 @@ class OscarKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
-        layout = CODECS[setup.codec].layout(self.head_num, self.head_dim)
+        layout = setup.spec.layout(self.head_num, self.head_dim)
         assert layout == plan.history and self.layer_num == plan.layers
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
@@ -71,7 +71,7 @@ class OscarKVPool(MHATokenToKVPool):
         device, layers, dtype = self.device, self.layer_num, self.dtype
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.segments = Segments(
-                spec=CODECS[setup.codec],
+                spec=setup.spec,
                 params=[p.to(device) for p in setup.params],
                 history=HistoryStore(layout, layers, self.size + self.page_size, device),
                 windows=WindowStore(plan.windows, layout, layers, plan.rows, dtype, device),
@@ -128,7 +128,7 @@ class OscarKVPool(MHATokenToKVPool):
             self.size,
             self.part_bytes(),
             sum(self.planned_bytes().values()),
-            setup.codec,
+            setup.spec.name,
             setup.artifact_id,
             (hooks - len(missing_hooks()), hooks),
         ):
@@ -157,7 +157,7 @@ class OscarKVPool(MHATokenToKVPool):
             "requests_on_prefix": on_prefix,
         }
         return {
-            "codec": self.setup.codec,
+            "codec": self.setup.spec.name,
             "artifact": self.setup.artifact_id,
             "tokens_capacity": self.size,
             "bytes_per_token": plan.bytes_per_token,

@@ -60,11 +60,14 @@ class DeviceCounts:
         return self.values
 
 
-def window_tokens(requests: Iterable[tuple[int, int]], windows: WindowLayout) -> int:
+def window_tokens(
+    requests: Iterable[tuple[int, int]], windows: WindowLayout, block: int = 1
+) -> int:
     """Exact tokens of requests given as (first position in the ring, tokens in the cache)."""
     total = 0
     for recent_start, length in requests:
-        hist_end = max(windows.n_sink, recent_start, length - windows.n_recent)
+        low = max(recent_start, length - windows.n_recent)
+        hist_end = max(windows.n_sink, low + -low % block)
         total += min(length, windows.n_sink) + length - min(length, hist_end)
     return total
 
@@ -124,7 +127,9 @@ class Reporter:
         return {
             **self.pool.stats(counts),
             "history_tokens": self.pool.size - self.allocator.available_size(),
-            "window_tokens": window_tokens(_running(self.scheduler), self.pool.windows),
+            "window_tokens": window_tokens(
+                _running(self.scheduler), self.pool.windows, self.pool.segments.spec.block
+            ),
         }
 
     def publish(self, state: dict[str, Any]) -> None:

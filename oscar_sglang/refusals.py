@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from .config import ATTENTION_BACKEND, OscarError
+from .kernels.codec import CODECS
 from .kernels.layout import BLOCK, SUPPORTED_HEAD_DIMS
 
 
@@ -83,16 +84,18 @@ def refuse_options(args: Any) -> None:
         )
 
 
-def refuse_page_size(page_size: int, device: str) -> None:
-    """A page must map to whole history blocks, or whole pages to one block."""
+def refuse_page_size(page_size: int, codec: str) -> None:
+    """A page must map to whole history blocks, or whole pages to one block; for a block codec it
+    is a block."""
+    block = CODECS[codec].block
+    if block > 1 and page_size != block:
+        raise OscarError(
+            f"--page-size {page_size} does not work with codec {codec}, which encodes blocks of "
+            f"{block} tokens that must be pages; drop --page-size or give --page-size {block}"
+        )
     if page_size < 1 or (page_size % BLOCK and BLOCK % page_size):
         raise OscarError(
             f"--page-size {page_size} has no 2-bit layout: use 1, 2, 4, 8, or a multiple of {BLOCK}"
-        )
-    if device == "cpu" and page_size > 1 and os.environ.get("TRITON_INTERPRET") != "1":
-        raise OscarError(
-            f"--page-size {page_size} on a CPU needs TRITON_INTERPRET=1 in the environment "
-            "(SGLang's paged allocator launches Triton kernels); or drop --page-size"
         )
 
 

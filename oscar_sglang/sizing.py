@@ -69,7 +69,7 @@ def make_plan(
     ``max_running_requests`` None: chosen (``default_requests``).
     """
     spec = CODECS[config.codec]
-    windows = WindowLayout(config.sink_tokens, config.recent_tokens)
+    windows = WindowLayout(config.sink_tokens, spec.ring_tokens(config.recent_tokens))
     exact_row = layers * kv_heads * 2 * head_dim * itemsize
     if max_running_requests is None:
         sinks = 0 if config.sink_cache_tokens else 2 * config.sink_tokens
@@ -145,5 +145,6 @@ def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
         page_size=get_schedule().page_size,
         max_batch=plan.rows - 1,
         device=kvc.device,
+        block=plan.history.block,
         triton_only=not has_layout(plan.history),
     )

@@ -7,8 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from .artifact_header import ArtifactError, read_header
 from .config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError
 from .events import log_event
+from .kernels.codec import CODECS
+from .kernels.codec_omni import OPTIONS
 from .refusals import refuse_model, refuse_options, refuse_page_size
 
 logger = logging.getLogger(__name__)
@@ -16,15 +19,29 @@ logger = logging.getLogger(__name__)
 _GPU_PAGE_SIZE = 16
 
 
-def prepare_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+def prepare_arguments(kwargs: dict[str, Any], config: OscarConfig) -> dict[str, Any]:
     """Refuse what contradicts int2 and fill in what int2 decides, before SGLang resolves them."""
     refuse_options(_Namespace(kwargs))
     kwargs = dict(kwargs, attention_backend=ATTENTION_BACKEND)
     on_cpu = kwargs.get("device") == "cpu"
+    codec = _codec_of(config)
     if kwargs.get("page_size") is None:
-        kwargs["page_size"] = 1 if on_cpu else _GPU_PAGE_SIZE
-    refuse_page_size(kwargs["page_size"], "cpu" if on_cpu else "cuda")
+        block = CODECS[codec].block
+        kwargs["page_size"] = block if block > 1 else 1 if on_cpu else _GPU_PAGE_SIZE
+    refuse_page_size(kwargs["page_size"], codec)
     return kwargs
+
+
+def _codec_of(config: OscarConfig) -> str:
+    """The codec that will be served, as far as it can be known before the model is looked at."""
+    if config.codec is not None:
+        return config.codec
+    if config.artifact == "auto":
+        return "omni" if config.omni_options else DEFAULT_CODEC
+    try:
+        return read_header(Path(config.artifact).expanduser()).codec
+    except ArtifactError as error:
+        raise OscarError(str(error)) from error
 
 
 class _Namespace:
@@ -38,7 +55,7 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     Runs in the launching process, before any weight is loaded for serving.
     """
     refuse_options(server_args)
-    refuse_page_size(server_args.page_size, server_args.device)
+    refuse_page_size(server_args.page_size, _codec_of(config))
     if config.debug_tags and server_args.device != "cpu":
         raise OscarError(
             "--oscar-debug-tags checks the reference path only, which serves on a CPU; drop it or "
@@ -63,21 +80,22 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
     from . import artifact as art
 
     folder = model_dir(server_args)
-    codec = config.codec or DEFAULT_CODEC
+    codec = _codec_of(config)
     try:
         fingerprint = art.Fingerprint.of(folder)
         if config.artifact != "auto":
             path = Path(config.artifact).expanduser()
             found = art.load(path)
             art.check(found, fingerprint, config.codec)
+            _check_omni(path, found, config)
             return path, found.codec
         if server_args.load_format == "dummy":
             logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
-            return _save_temporary(art.data_free(fingerprint, codec)), codec
+            return _save_temporary(art.data_free(fingerprint, codec, config.omni_options)), codec
         from .calibration import CalibrationError, ensure_artifact
 
         try:
-            made, path, created = ensure_artifact(folder, codec)
+            made, path, created = ensure_artifact(folder, codec, config.omni_options)
         except CalibrationError as error:
             raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
@@ -85,6 +103,17 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
         return path or _save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
+
+
+def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
+    """Refuse ``--oscar-omni-*`` that the artifact was not made with."""
+    for name, value in config.omni_options.items():
+        held = artifact.options.get(name, OPTIONS[name][0])
+        if artifact.codec != "omni" or held != value:
+            raise OscarError(
+                f"{path}: holds codec {artifact.codec} with {name} {held}, asked for "
+                f"--oscar-omni-{name} {value}; drop the flag, or drop --oscar-artifact"
+            )
 
 
 def _save_temporary(artifact: Any) -> Path:
@@ -127,7 +156,7 @@ def pool_setup(kvc: Any) -> Any:
         plan = with_workspace(kvc, plan, attention)
     return PoolSetup(
         plan=plan,
-        codec=config.codec,
+        spec=artifact.spec,
         params=params[layers.start_layer : layers.end_layer],
         artifact_id=artifact.id,
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,

@@ -9,6 +9,7 @@ recent 256), for the shape of Qwen3-8B. KL is that of the served pool (``eval_po
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from oscar_sglang.kernels.codec import CODECS
@@ -23,16 +24,18 @@ WHEN = {
     "accurate-compact": "both of the above: the least error at the fewest bits, the slowest store",
     "aligned": "the fastest store: no error feedback",
     "oscar": "comparing with the paper, or rotations imported from RotationZoo",
+    "omni": "comparing with OScaR; pages of 128 tokens, no calibration, portable Triton on a GPU",
     "lloyd": "comparing; few bits without a calibrated grid, portable Triton on a GPU",
 }
 
 
 def bits(codec: str, context: int) -> float:
     """Bits per K/V element of one request of ``context`` tokens of Qwen3-8B."""
+    spec, windows = CODECS[codec], WindowLayout()
     plan = MemoryPlan(
         layers=36,
-        history=CODECS[codec].layout(kv_heads=8, head_dim=128),
-        windows=WindowLayout(),
+        history=spec.layout(kv_heads=8, head_dim=128),
+        windows=replace(windows, n_recent=spec.ring_tokens(windows.n_recent)),
         rows=2,
         sink_cache_rows=0,
         scratch_tokens=0,

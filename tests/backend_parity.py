@@ -20,19 +20,24 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
 import torch  # noqa: E402
 from inprocess import Runner  # noqa: E402
 
+# Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
+# blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
+TOKENS = dict(first=70, second=9, end=120, hit=90, short=3)
+BLOCKS = dict(first=100, second=124, end=200, hit=128, short=128)
 
-def scenario(runner: Runner, base: int) -> list[torch.Tensor]:
+
+def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]:
     """Prompts, chunks, a prefix hit, a mixed batch and decode steps on rows base, base + 1, ..."""
     g = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 256, (6, 200), generator=g).tolist()
+    ids = torch.randint(0, 256, (6, 400), generator=g).tolist()
     a, b = runner.request(base), runner.request(base + 1)
-    out = [runner.extend((a, ids[0][:70]), (b, ids[1][:9]))]
-    out.append(runner.extend((a, ids[0][70:120])))  # a second chunk
-    hit = runner.request(base + 2, a, 90)
-    out.append(runner.extend((hit, ids[2][:7]), (b, ids[1][9:12])))
+    out = [runner.extend((a, ids[0][: n["first"]]), (b, ids[1][: n["second"]]))]
+    out.append(runner.extend((a, ids[0][n["first"] : n["end"]])))  # a second chunk
+    hit = runner.request(base + 2, a, n["hit"])
+    out.append(runner.extend((hit, ids[2][:7]), (b, ids[1][200:203])))
     for step in range(4):
         out.append(runner.decode((a, ids[3][step]), (b, ids[4][step]), (hit, ids[5][step])))
-    short = runner.request(base + 3, b, 3)
+    short = runner.request(base + 3, b, n["short"])
     out.append(runner.extend((short, ids[2][20:24]), (a, [ids[3][9]])))
     return out
 
@@ -44,12 +49,14 @@ def main(model: str, codec: str) -> None:
         oscar_codec=codec,
         skip_tokenizer_init=True,
         rows=9,
-        max_total_tokens=2048,
+        max_total_tokens=4096,
         oscar_sink_tokens=6,
         oscar_recent_tokens=20,
         oscar_scratch_tokens=33,
     )
-    expected = scenario(runner, 1)
+    block = runner.pool.segments.spec.block
+    lengths = BLOCKS if block > 1 else TOKENS
+    expected = scenario(runner, 1, lengths)
     reference_counts = runner.pool.device_counters.clone()
 
     from oscar_sglang import prefix_tiles
@@ -63,14 +70,15 @@ def main(model: str, codec: str) -> None:
         head_dim=plan.history.head_dim,
         dtype=torch.float32,
         windows=plan.windows,
-        page_size=1,
+        page_size=runner.page,
         max_batch=8,
         device="cpu",
+        block=block,
     )
     backend = OscarGpuBackend(runner.runner)
     prefix_tiles._MIN_SPLIT, backend.query_blocks = 5, 8  # several splits of a few keys each
     runner.runner.attn_backend = backend
-    got = scenario(runner, 5)
+    got = scenario(runner, 5, lengths)
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]
     counts = (runner.pool.device_counters - reference_counts).tolist()
     print(json.dumps({"differences": differences, "counts": [reference_counts.tolist(), counts]}))

@@ -119,7 +119,7 @@ KERNEL_FAULTS = {
         "store.py", "codes, step, lo, 1, TB, Hk, D)", "codes, step, lo, 0, TB, Hk, D)"
     ),
     "store: sink cache gets no V": Fault(
-        "store.py", "_write_row(cache_v, cached,", "_write_row(cache_k, cached,"
+        "store.py", "write_row(cache_v, cached,", "write_row(cache_k, cached,"
     ),
     "attend: a row too many of history": Fault(
         "attend.py", "(pos >= lo_pos) & (pos < end)", "(pos >= lo_pos) & (pos <= end)"

@@ -5,7 +5,7 @@ which tokens a request has, where its prefix hit ended and which sink slots the 
 held; it knows nothing of slots, rings or rows.
 
 With a page size above 1 slots come from SGLang's paged allocator and prefixes match in whole pages;
-lengths grow with the page, so that a request spans several.
+lengths grow with the page, so that a request spans several. Codec ``omni`` seals pages of 128.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from oscar_sglang.debug_tags import DebugTags, chain
-from oscar_sglang.kernels import codec, reference
+from oscar_sglang.kernels import codec, codec_omni, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams
-from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
+from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 
 D, ROWS, BANK = 16, 4, 1024
@@ -98,20 +98,25 @@ class Machine:
         exact: bool = True,
         page: int = 1,
         n_sink: int = 4,
+        codec_name: str = "feedback",
     ) -> None:
         self.rng = random.Random(seed)
-        self.page, self.n_sink = page, n_sink
+        spec = CODECS[codec_name]
+        self.block = spec.block
+        page = max(page, self.block)
+        self.page, self.n_sink, self.n_ring = page, n_sink, spec.ring_tokens(N_RECENT)
         self.context = max(64, 3 * page)
         self.pool = int(1.2 * ROWS * self.context) // page * page
         g = torch.Generator().manual_seed(1)
         q = torch.linalg.qr(torch.randn(2, 1, D, D, generator=g, dtype=torch.float64))[0].float()
-        params = LayerParams(q[0], q[1], (torch.randn(1, D, D, generator=g) * 0.02).triu(1))
-        layout = HistoryLayout(1, D)
+        factor = (torch.randn(1, D, D, generator=g) * 0.02).triu(1)
+        params = LayerParams(q[0], q[1], factor if spec.k_feedback else None)
+        layout, windows = spec.layout(1, D), WindowLayout(n_sink, self.n_ring)
         self.seg = reference.Segments(
-            CODECS["feedback"],
+            spec,
             [params],
             HistoryStore(layout, 1, self.pool + page, "cpu"),
-            WindowStore(WindowLayout(n_sink, N_RECENT), layout, 1, ROWS + 1, torch.float32, "cpu"),
+            WindowStore(windows, layout, 1, ROWS + 1, torch.float32, "cpu"),
             SinkCache(layout, 1, cache_rows, torch.float32, "cpu"),
         )
         self.rows = ReqToTokenPool(ROWS, self.context, "cpu", False)
@@ -126,7 +131,8 @@ class Machine:
         self.tags = DebugTags(self.seg, self.context)
         self.scratch = torch.full((2, 13 * self.context // 64, 1, D), torch.nan)
         self.bank = torch.randn(3, BANK, 1, D, generator=g)
-        self.coded = self._coded_bank(params)
+        self.coded = self._coded_bank(params) if self.block == 1 else None
+        self.coded_blocks: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self.cached_sinks: dict[int, int] = {}  # sink-cache row -> slot, kept independently
         self.exact = exact
         self.running: list[Request] = []
@@ -141,6 +147,33 @@ class Machine:
         k = codec.decode_k(spec, params, codec.encode_k(spec, params, k))
         v = codec.decode_v(spec, params, codec.encode_v(spec, params, v))
         return [codec.rotate(k, params.r_k.mT), codec.rotate(v, params.r_v.mT)]
+
+    def _coded(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """K and V of a request's tokens as history gives them back; of a block codec, zeros beyond
+        its last whole block."""
+        if self.block == 1:
+            return [c[ids] for c in self.coded]
+        whole = len(ids) // self.block
+        blocks = [
+            self._coded_block(b, max(0, self.n_sink - i * self.block))
+            for i, b in enumerate(ids[: whole * self.block].view(whole, self.block))
+        ]
+        rest = torch.zeros(len(ids) % self.block, 1, D)
+        return [torch.cat([*parts, rest]) for parts in zip(*blocks, strict=True)] or [rest, rest]
+
+    def _coded_block(self, ids: torch.Tensor, sinks: int) -> list[torch.Tensor]:
+        key = (sinks, *ids.tolist())
+        if key not in self.coded_blocks:
+            (params,) = self.seg.params
+            k, v = (
+                codec.rotate(x[ids], r)
+                for x, r in zip(self.bank[1:], (params.r_k, params.r_v), strict=True)
+            )
+            k = codec_omni.decode_k(codec_omni.encode_k(k, sinks))
+            v = codec_omni.decode_v(codec_omni.encode_v(v))
+            back = [codec.rotate(k, params.r_k.mT), codec.rotate(v, params.r_v.mT)]
+            self.coded_blocks[key] = back
+        return self.coded_blocks[key]
 
     # -- operations --------------------------------------------------------------------------
 
@@ -237,9 +270,12 @@ class Machine:
         the rest of a page that a request has begun."""
         free = [(self.slots.free_pages[:, None] * self.page + torch.arange(self.page)).flatten()]
         for request in self.running:
-            last = int(self._last_slot(request))
-            free.append(torch.arange(last + 1, -(-(last + 1) // self.page) * self.page))
+            after = int(self._last_slot(request)) + 1
+            first = after if self.block == 1 else after // self.page * self.page  # not sealed yet
+            free.append(torch.arange(first, -(-after // self.page) * self.page))
         free = torch.cat(free)
+        for channels in self.seg.history.channels:
+            channels[free // self.block] = torch.nan
         for view in self.seg.history._views(0):
             view[free // 16, ..., free % 16, :] = 3 if view.dtype == torch.uint8 else torch.nan
         rows, windows = self.rows.free_slots, self.seg.windows
@@ -344,13 +380,14 @@ class Machine:
         """Rows done..done+n-1 over explicitly chosen exact or decoded rows, [n, 1, D]."""
         first, end = request.done, request.done + n
         coded = torch.zeros(end, dtype=torch.bool)
-        recent = max(request.hit, first + 1 - N_RECENT)
+        recent = max(request.hit, first + 1 - self.n_ring)
+        recent += -recent % self.block
         coded[self.n_sink : min(first, recent)] = True
         coded[request.lost_sinks] = True
         ids = index[:end]
         k, v = (
-            torch.where(coded[:, None, None], c[ids], e[ids])[:, 0]
-            for c, e in zip(self.coded, self.bank[1:], strict=True)
+            torch.where(coded[:, None, None], c, e[ids])[:, 0]
+            for c, e in zip(self._coded(ids), self.bank[1:], strict=True)
         )
         logits = (self.bank[0, ids[first:], 0] @ k.T) * SCALE
         future = torch.arange(end)[None] > torch.arange(first, end)[:, None]

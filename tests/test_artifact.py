@@ -15,8 +15,10 @@ import torch
 
 from oscar_sglang import artifact as art
 from oscar_sglang.artifact import Artifact, ArtifactError, Fingerprint, FingerprintError
+from oscar_sglang.config import OMNI_CHOICES
 from oscar_sglang.fingerprint import hash_weights
 from oscar_sglang.kernels.codec import CODECS, LayerParams
+from oscar_sglang.kernels.codec_omni import OPTIONS
 
 FINGERPRINT = Fingerprint("LlamaForCausalLM", 2, 8, 4, 16, '{"rope_theta":10000.0}', "0123")
 
@@ -323,11 +325,30 @@ def test_data_free(path, codec):
     artifact = art.data_free(FINGERPRINT, codec)
     artifact.save(path)
     loaded = art.load(path)
-    assert "uncalibrated" in loaded.provenance["data"]
+    warned = "uncalibrated" in loaded.provenance["data"]
+    assert warned == bool(loaded.provenance["warnings"]) == CODECS[codec].needs_data
     first = loaded.layers[0]
     assert torch.allclose(first.r_k[:, :, 0], torch.full((4, 16), 0.25))
     present = {name for name, tensor in first._asdict().items() if tensor is not None}
     assert present == set(CODECS[codec].tensors(16))
+
+
+@pytest.mark.parametrize("norm", ["head", "none"])
+@pytest.mark.parametrize("rotation", ["hadamard", "none"])
+def test_options_of_omni(path, norm, rotation):
+    """The parts that its ablation leaves out are recorded, run so and change the id."""
+    chosen = {"norm": norm, "rotation": rotation}
+    artifact = art.data_free(FINGERPRINT, "omni", chosen)
+    artifact.save(path)
+    loaded = art.load(path)
+    assert loaded.options == chosen and loaded.spec.token_norm == (norm == "head")
+    plain = torch.equal(loaded.layers[0].r_k[0], torch.eye(16))
+    assert plain == (rotation == "none")
+    other = art.data_free(FINGERPRINT, "omni", {**chosen, "norm": "none"})
+    assert (other.id == artifact.id) == (norm == "none")
+    assert {"omni_" + n: v for n, v in OPTIONS.items()} == OMNI_CHOICES
+    rewrite(path, made="omni", options={"norm": "layer"})
+    refuses(path, "option norm of codec omni is 'layer'", "head or none")
 
 
 # ---- fingerprint

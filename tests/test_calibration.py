@@ -30,6 +30,8 @@ from oscar_sglang.calibration.hadamard import (
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
 
+FITTED = [name for name, spec in CODECS.items() if spec.needs_data]
+
 
 @pytest.fixture(scope="module", params=[llama, qwen3], ids=["llama-d64", "qwen3-d128"])
 def model_dir(request, tmp_path_factory) -> Path:
@@ -171,7 +173,7 @@ def test_collecting_restores_the_model(model):
 # ---- fit
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", FITTED)
 def test_rotations_are_orthogonal_and_keep_products(moments, codec):
     for m in moments:
         params = fit_layer(m, codec).params
@@ -225,10 +227,26 @@ def test_fit_of_a_dead_head_is_finite(moments):
     m = moments[0]
     zero = {n: torch.zeros_like(getattr(m, n)) for n in ("k_mean", "ktk", "qtq", "oto", "held_k")}
     dead = type(m)(**(vars(m) | zero))
-    for codec in CODECS:
+    for codec in FITTED:
         params = fit_layer(dead, codec).params
         assert all(t is None or bool(t.isfinite().all()) for t in params)
         assert _eye_gap(params.r_k.double()) < 1e-6
+
+
+def test_a_codec_without_statistics_is_made_without_the_model(model_dir, cache, monkeypatch):
+    """``omni``: no token is run, beside codecs that need some or alone; options are its own."""
+    from oscar_sglang.calibration import pipeline
+
+    monkeypatch.setattr(pipeline, "ENGINES", {})
+    made = calibrate(model_dir, "omni", codec_options={"norm": "none"})
+    assert made.options == {"norm": "none", "rotation": "hadamard"}
+    assert made.provenance["warnings"] == []
+    with pytest.raises(CalibrationError, match="aligned has no options norm"):
+        calibrate(model_dir, "aligned", codec_options={"norm": "none"})
+    _, path, created = ensure_artifact(model_dir, "omni", {"norm": "none"})
+    _, other, again = ensure_artifact(model_dir, "omni")
+    assert created and again and path != other
+    assert not ensure_artifact(model_dir, "omni", {"norm": "none"})[2]
 
 
 # ---- data

@@ -34,7 +34,7 @@ from .plan import (
     plan_size,
     request_chunks,
 )
-from .tile import load_row
+from .tile import CHANNEL, PAGE, channel_offset, half_offsets, load_meta, load_row, unpack_codes
 from .views import LayerView
 
 _COLUMNS = 16  # of a program
@@ -80,18 +80,49 @@ def _window_chunk(
 
 
 @triton.jit
+def _in_fp16(x):
+    """x [C, D] float32 as FP16 in [-1, 1] and what to multiply it with, [C]."""
+    largest = tl.max(tl.abs(x), 1)
+    largest = tl.where(largest > 0, largest, 1.0)
+    return (x / largest[:, None]).to(tl.float16), largest
+
+
+@triton.jit
+def _channel_logits(
+    q, blocks, channels, slot, ok, head, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
+):
+    """q k of TN tokens of one page, [C, TN] float32: its channels' steps go into q, their lo into
+    one number a query, the tokens' norms onto the products. q [C, D] float32."""
+    cols = 2 * tl.arange(0, D)
+    page = tl.max(tl.where(ok, slot // PAGE, 0), 0)
+    at = channels + channel_offset(page, head, Hk, D) + cols
+    folded, unit = _in_fp16(q * tl.load(at).to(tl.float32)[None, :])
+    offset = tl.sum(q * tl.load(at + 1).to(tl.float32)[None, :], 1)
+    halves = tl.load(blocks + half_offsets(slot, head, 0, CHANNEL, Hk, D), ok[:, None], 0)
+    codes = unpack_codes(halves, TN, D)
+    norm, _ = load_meta(blocks, channels, slot, ok, head, 0, CHANNEL, Hk, D)
+    products = tl.dot(folded, tl.trans(codes.to(tl.float16))) * unit[:, None]
+    return (products + offset[:, None]) * norm[None, :]
+
+
+@triton.jit
 def _history_tile(
-    state_m, state_den, acc, q16, q_unit, q_sum, blocks, grid, slot, pos, lo_pos, end, head,
-    cap_log2,
+    state_m, state_den, acc, q, q16, q_unit, q_sum, blocks, grid, slot, pos, lo_pos, end, head,
+    scale, cap_log2,
     CAP: tl.constexpr, FORM: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """TN packed rows. Codes enter the products as they are; step and lo are applied to logits and
-    probabilities. q16 [C, D] FP16 in [-1, 1], q_unit [C] its scale, q_sum [C] its row sum."""
+    probabilities. q [C, D] float32, scaled by ``scale``; or q16 [C, D] FP16 in [-1, 1], q_unit [C]
+    its scale, q_sum [C] its row sum."""
     ok = (pos >= lo_pos) & (pos < end)
-    codes, step, lo = load_row(blocks, grid, slot, ok, head, 0, FORM, TN, Hk, D)
-    products = tl.dot(q16, tl.trans(codes.to(tl.float16)))
-    logits = products * step[None, :] + q_sum[:, None] * lo[None, :]
-    logits = _capped(logits * q_unit[:, None], cap_log2, CAP)
+    if FORM == CHANNEL:
+        logits = _channel_logits(q, blocks, grid, slot, ok, head, TN, Hk, D) * scale
+    else:
+        codes, step, lo = load_row(blocks, grid, slot, ok, head, 0, FORM, TN, Hk, D)
+        products = tl.dot(q16, tl.trans(codes.to(tl.float16)))
+        logits = products * step[None, :] + q_sum[:, None] * lo[None, :]
+        logits = logits * q_unit[:, None]
+    logits = _capped(logits, cap_log2, CAP)
     state_m, state_den, acc, p = _online(state_m, state_den, acc, logits, ok[None, :])
     codes, step, lo = load_row(blocks, grid, slot, ok, head, 1, FORM, TN, Hk, D)
     unit = tl.maximum(tl.max(step, 0), 1.0e-30)  # keeps p * step inside FP16
@@ -107,6 +138,8 @@ def _attend_kernel(
     CAP: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr,
     Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
+    # 16 tokens from a multiple of 16 lie in one page, 32 may not.
+    TN: tl.constexpr = 16 if FORM == CHANNEL else TILE_TOKENS
     split = tl.program_id(0)
     head = tl.program_id(1)
     col = tl.program_id(2) * C + tl.arange(0, C)
@@ -153,21 +186,20 @@ def _attend_kernel(
                         m, den, acc, qf, ring_k, ring_v, index, pos, seq_len,
                         q_pos, head, scale, cap_log2, CAP, Hk, D,
                     )  # fmt: skip
-            q_max = tl.max(tl.abs(qf), 1)
-            q_max = tl.where(q_max > 0, q_max, 1.0)
-            q16 = (qf / q_max[:, None]).to(tl.float16)
+            q16, q_unit = _in_fp16(qf)
             q_sum = tl.sum(q16.to(tl.float32), 1)
             tiles_from = origin + window_chunks * WINDOW_COST
             base = n_sink // 16 * 16
             for tile in range(tl.maximum(line - tiles_from, 0), stop - tiles_from):
-                pos = base + tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-                inside = (pos >= n_sink) & (pos < hist_end)
-                at = row * stride_req + pos
-                slot = tl.load(req_to_token + at, inside, 0).to(tl.int64)
-                m, den, acc = _history_tile(
-                    m, den, acc, q16, q_max * scale, q_sum, blocks, grid, slot, pos, n_sink,
-                    hist_end, head, cap_log2, CAP, FORM, TILE_TOKENS, Hk, D,
-                )  # fmt: skip
+                for part_of_tile in tl.static_range(TILE_TOKENS // TN):
+                    pos = base + tile * TILE_TOKENS + part_of_tile * TN + tl.arange(0, TN)
+                    inside = (pos >= n_sink) & (pos < hist_end)
+                    at = row * stride_req + pos
+                    slot = tl.load(req_to_token + at, inside, 0).to(tl.int64)
+                    m, den, acc = _history_tile(
+                        m, den, acc, qf, q16, q_unit * scale, q_sum, blocks, grid, slot, pos,
+                        n_sink, hist_end, head, scale, cap_log2, CAP, FORM, TN, Hk, D,
+                    )  # fmt: skip
             part = (((split + b).to(tl.int64) * Hk) + head) * columns + col
             tl.store(o + part[:, None] * D + cols[None, :], acc, have[:, None])
             tl.store(ml + part * 2, m, have)

@@ -16,8 +16,9 @@ kernels follow from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +41,7 @@ from .layout import HistoryLayout
 __all__ = [
     "CODECS", "LEVELS", "OMNI", "CodecSpec", "LayerParams", "RangeRule", "Rows", "decode",
     "decode_k", "decode_v", "encode_k", "encode_v", "feedback_codes", "pack", "rotate",
-    "round_codes", "unpack", "value_range",
+    "round_codes", "spec_of", "unpack", "value_range",
 ]  # fmt: skip
 
 # Metadata of a K row, of a V row (numbers), and the bytes of one number.
@@ -60,11 +61,18 @@ class CodecSpec:
     search: str = "round"
     meta: str = "affine"
     block: int = 1  # tokens that are encoded together
+    token_norm: bool = True  # of meta ``channel``: off only for the paper's ablation
+    needs_data: bool = True  # whether calibration has anything to measure
 
     @property
     def k_feedback(self) -> bool:
         """Whether K's codes need the feedback factor."""
         return self.search != "round"
+
+    def ring_tokens(self, recent: int) -> int:
+        """Rows of a ring that leaves the last ``recent`` tokens exact: history ends at a block, so
+        up to block - 1 tokens more are not in it."""
+        return recent + self.block - 1
 
     def layout(self, kv_heads: int, head_dim: int) -> HistoryLayout:
         return HistoryLayout(kv_heads, head_dim, *_META_LAYOUT[self.meta], self.block)
@@ -123,19 +131,26 @@ CODECS = {
             RangeRule("rank", 0.92),
         ),
         CodecSpec("lloyd", "OSCAR's rotations, Lloyd-Max codebook, no zero", *_RMS, meta="scale"),
+        CodecSpec(
+            "omni",
+            "OScaR: keys per channel over 128 tokens after a token norm",
+            codec_omni.V_RANGE,
+            codec_omni.V_RANGE,
+            meta="channel",
+            block=codec_omni.BLOCK,
+            needs_data=False,
+        ),
     )
 }
+OMNI = CODECS["omni"]
 
 
-# Not among CODECS yet: only the reference (``reference.seal``) and the evaluator run it.
-OMNI = CodecSpec(
-    "omni",
-    "OScaR: keys per channel over 128 tokens after a token norm",
-    codec_omni.V_RANGE,
-    codec_omni.V_RANGE,
-    meta="channel",
-    block=codec_omni.BLOCK,
-)
+def spec_of(name: str, options: Mapping[str, Any]) -> CodecSpec:
+    """The codec ``name`` as an artifact with these ``options`` runs it."""
+    spec = CODECS[name]
+    if spec.meta == "channel":
+        spec = replace(spec, token_norm=options.get("norm", "head") == "head")
+    return spec
 
 
 class LayerParams(NamedTuple):

@@ -8,6 +8,9 @@
 The published code takes the norm over all heads of a token; here it is per KV head, because a norm
 over heads needs an all-reduce under tensor parallelism. A key's codes exist once its block is full.
 Sink tokens, which are kept exactly, do not widen the ranges of their block.
+
+``OPTIONS`` take the method apart, as the paper's ablation does: without the norm (all norms 1), or
+without the rotation (the identity in place of H), or both (keys per channel alone, as KIVI).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch
 from .codec_affine import LEVELS, RangeRule, Rows, decode, pack, round_codes, unpack, value_range
 
 BLOCK = 128
+# Option of an artifact -> its values, the default first.
+OPTIONS = {"norm": ("head", "none"), "rotation": ("hadamard", "none")}
 V_RANGE = RangeRule("shrink", 1.0)
 _FP16_MAX = 65504.0
 
@@ -36,9 +41,11 @@ class KeyBlock(NamedTuple):
     meta: torch.Tensor
 
 
-def encode_k(y: torch.Tensor, sinks: int = 0) -> KeyBlock:
+def encode_k(y: torch.Tensor, sinks: int = 0, token_norm: bool = True) -> KeyBlock:
     """The rotated keys of one block, [n, Hk, D] float32; the first ``sinks`` are sink tokens."""
     norm = y.square().mean(-1).sqrt().clamp_max(_FP16_MAX).half()
+    if not token_norm:
+        norm = torch.ones_like(norm)
     unit = torch.where(norm[..., None] > 0, y / norm[..., None].float(), 0.0)
     ranged = unit[sinks:] if sinks < len(unit) else unit
     low, high = ranged.aminmax(dim=0)

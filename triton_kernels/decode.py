@@ -30,14 +30,17 @@ class DecodeAttention:
     heads, kv_heads  of this rank                  dtype      model dtype (of windows and output)
     max_batch        requests of a step            page_size  of SGLang's allocator
     max_q            query tokens of a request     triton_only  do not use the CUDA kernels
+    block            ``CodecSpec.block``
     """
 
     def __init__(
         self, *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, windows,
         page_size: int, max_batch: int, device, max_q: int = 1, triton_only: bool = False,
+        block: int = 1,
     ) -> None:  # fmt: skip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.windows, self.page_size, self.device = windows, page_size, torch.device(device)
+        self.block = block
         self.cuda = not triton_only and cuda_attend.supported(self.device, head_dim, dtype)
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         sizes = (self._shape(batch, max_q) for batch in range(1, max_batch + 1))
@@ -97,8 +100,11 @@ class DecodeStep:
         q_indptr: torch.Tensor | None = None,
     ) -> None:
         """Split this step's work (``plan.plan_attend``); before the first layer."""
-        windows, part = self._owner.windows, self._part
-        plan_attend(part.plan, rows, seq_lens, recent_start, windows, part.splits, q_indptr)
+        own, part = self._owner, self._part
+        plan_attend(
+            part.plan, rows, seq_lens, recent_start, own.windows, part.splits, q_indptr,
+            block=own.block,
+        )  # fmt: skip
 
     def layer(
         self,

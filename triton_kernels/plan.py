@@ -49,7 +49,7 @@ def request_chunks(seq_len, hist_end, n_sink):
 
 @triton.jit
 def _plan_kernel(
-    plan, rows, seq_lens, recent_start, q_indptr, B, splits, min_units, n_sink, n_recent,
+    plan, rows, seq_lens, recent_start, q_indptr, B, splits, min_units, n_sink, n_recent, block,
     RAGGED: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
@@ -63,7 +63,8 @@ def _plan_kernel(
         q_start = b
         q_len = ok.to(tl.int32)
     fresh_from = tl.load(recent_start + row, ok, 0).to(tl.int32)
-    hist_end = tl.maximum(tl.maximum(fresh_from, n_sink), seq_len - n_recent)
+    low = tl.maximum(tl.maximum(fresh_from, seq_len - n_recent), 0)
+    hist_end = tl.maximum((low + block - 1) // block * block, n_sink)
     hist_end = tl.maximum(tl.minimum(seq_len - q_len, hist_end), 0)
     sink, recent, tiles = request_chunks(seq_len, hist_end, n_sink)
     cost = tl.where(ok & (q_len > 0), (sink + recent) * WINDOW_COST + tiles, 0)
@@ -111,6 +112,7 @@ def plan_attend(
     splits: int,
     q_indptr: torch.Tensor | None = None,
     min_units: int = MIN_UNITS,
+    block: int = 1,
 ) -> torch.Tensor:
     """Fill ``plan`` [plan_size(B, splits)] int32 for one step; no host synchronisation.
 
@@ -118,6 +120,7 @@ def plan_attend(
     recent_start    [R]    ``WindowStore.recent_start``
     q_indptr        [B+1]  first query row of each request; None: one query each
     min_units              least work of a split, at least WINDOW_COST
+    block                  ``CodecSpec.block``: history ends at a multiple of it
 
     The CUDA attend reads the plan before the kernel launched just before it has finished: at
     least one other kernel (``store``) must lie between the two.
@@ -126,7 +129,7 @@ def plan_attend(
     padded = triton.next_power_of_2(batch)
     _plan_kernel[(1,)](
         plan, rows, seq_lens, recent_start, rows if q_indptr is None else q_indptr,
-        batch, splits, min_units, windows.n_sink, windows.n_recent, q_indptr is not None,
+        batch, splits, min_units, windows.n_sink, windows.n_recent, block, q_indptr is not None,
         padded, max(16, min(256, 8192 // padded)), num_warps=8,
     )  # fmt: skip
     return plan

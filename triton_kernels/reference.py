@@ -183,14 +183,15 @@ def seal(seg: Segments, layer: int, batch: Batch, k_rot: torch.Tensor, v_rot: to
             fresh = slice(start + fresh_from - prefix, start + first + block - prefix)
             old = torch.arange(first, fresh_from, device=k_rot.device)
             k_old, v_old = windows.read_recent(layer, row, old)
-            k = torch.cat([k_old, k_rot[fresh].to(k_old.dtype)]).float()
-            v = torch.cat([v_old, v_rot[fresh].to(v_old.dtype)]).float()
-            key = codec_omni.encode_k(k, sinks=max(0, n_sink - first))
+            limit = torch.finfo(k_old.dtype).max  # an infinity would spoil the channel's range
+            k = torch.cat([k_old, k_rot[fresh].to(k_old.dtype)]).float().clamp(-limit, limit)
+            v = torch.cat([v_old, v_rot[fresh].to(v_old.dtype)]).float().clamp(-limit, limit)
+            key = codec_omni.encode_k(k, max(0, n_sink - first), seg.spec.token_norm)
             # A block is a page, so its slots are consecutive.
             slots = batch.slots[fresh.stop - 1] + torch.arange(1 - block, 1, device=k.device)
             k_rows = Rows(key.packed, key.norm[..., None])
-            seg.history.write(layer, slots, k_rows, codec_omni.encode_v(v))
             seg.history.channels[layer][slots[-1] // block] = key.meta
+            seg.history.write(layer, slots, k_rows, codec_omni.encode_v(v))
 
 
 def read_history(seg: Segments, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ _TILE = 16
 def _restore_kernel(
     sink_k, sink_v, cache_k, cache_v, blocks, grids, tag,
     req_to_token, rows, prefix_lens, started, counters,
-    stride_req, sink_layer, cache_layer, block_layer, n_sink, cache_rows,
+    stride_req, sink_layer, cache_layer, block_layer, grid_layer, n_sink, cache_rows,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -36,7 +36,7 @@ def _restore_kernel(
     sink_row = ((row * n_sink + pos) * Hk + head) * D
     dst = layer.to(tl.int64) * sink_layer + sink_row[:, None] + cols
     mine = blocks + layer.to(tl.int64) * block_layer
-    grid = grids + layer * (Hk * 6)
+    grid = grids + layer.to(tl.int64) * grid_layer
     k = tl.load(cache_k + src, hit[:, None], 0.0).to(tl.float32)
     k = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 0, grid, FORM, TB, Hk, D), k)
     tl.store(sink_k + dst, k.to(sink_k.dtype.element_ty), ok[:, None])
@@ -69,12 +69,15 @@ def restore_sinks(
     windows, sinks, history = seg.windows, seg.sinks, seg.history
     layers, _, n_sink, kv_heads, dim = windows.sink_k.stack.shape
     blocks = history.blocks.stack.view(torch.uint16)
-    grids = blocks if seg.grids is None else seg.grids
+    if seg.spec.block > 1:
+        grids = history.channels.stack
+    else:
+        grids = blocks if seg.grids is None else seg.grids
     grid = (len(rows), triton.cdiv(n_sink, _TILE), layers * kv_heads)
     _restore_kernel[grid](
         windows.sink_k.stack, windows.sink_v.stack, sinks.k.stack, sinks.v.stack, blocks,
         grids, sinks.tag, req_to_token, rows, prefix_lens, started, counters,
         req_to_token.stride(0), windows.sink_k.stack.stride(0), sinks.k.stack.stride(0),
-        blocks.stride(0), n_sink, len(sinks.tag),
+        blocks.stride(0), grids.stride(0), n_sink, len(sinks.tag),
         FORMS[seg.spec.meta], _TILE, kv_heads, dim, num_warps=4,
     )  # fmt: skip

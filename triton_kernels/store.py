@@ -1,9 +1,10 @@
-"""store: rotate fresh q, k, v; write windows, sink cache and 2-bit history. One launch a layer.
+"""store: rotate fresh q, k, v; write windows, sink cache and 2-bit history.
 
 The CUDA form (``cuda_store``) takes over where it can; this is the portable one.
 Each program rotates TB tokens of one head with one [D, D] matrix. Program ``part`` 0 owns K, 1
 owns V, 2.. the query heads of the KV head. The tile height is the same for a decode step of one
-token and a prefill of thousands, so a row's codes do not depend on the batch it came in.
+token and a prefill of thousands, so a row's codes do not depend on the batch it came in. History of
+a block codec is written by ``seal``, launched just before.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import triton.language as tl
 
 from . import cuda_store
 from .codec_accurate import MAX_GAIN, RATIOS
+from .rows import plain_codes, rotate_rows, write_history, write_row
+from .seal import seal
 from .tile import (
+    CHANNEL,
     SCALE,
-    half_offsets,
     interpreted,
     inverse_step,
     nearest_code,
     nearest_level,
-    pack_codes,
     row_range,
     row_scale,
     storable,
-    store_meta,
 )
 from .views import LayerView, TokenBatch
 
@@ -34,27 +35,6 @@ _ROUND, _FEEDBACK, _ACCURATE = map(tl.constexpr, range(3))
 _SEARCHES = {"round": 0, "feedback": 1, "accurate": 2}
 _LOW_RATIO, _HIGH_RATIO = map(tl.constexpr, RATIOS)
 _MAX_GAIN = tl.constexpr(MAX_GAIN)
-
-
-@triton.jit
-def _rotate(x, r, stride_x, t, ok, head, TB: tl.constexpr, D: tl.constexpr):
-    """x[t] @ r[head], float32 [TB, D]; tf32x3 keeps float32 accuracy on tensor cores."""
-    BK: tl.constexpr = 64 if D > 64 else D  # a whole [256, 256] does not fit in shared memory
-    cols = tl.arange(0, D)
-    y = tl.zeros([TB, D], tl.float32)
-    for k in tl.static_range(0, D, BK):
-        some = k + tl.arange(0, BK)
-        at = t.to(tl.int64)[:, None] * stride_x + some[None, :]
-        tile = tl.load(x + at, ok[:, None], 0.0).to(tl.float32)
-        matrix = tl.load(r + head * D * D + some[:, None] * D + cols[None, :])
-        y = tl.dot(tile, matrix, y, input_precision="tf32x3")
-    return y
-
-
-@triton.jit
-def _plain(y, step, lo):
-    inv = inverse_step(step)
-    return nearest_code(y, inv[:, None], lo[:, None]).to(tl.int32)
 
 
 @triton.jit
@@ -78,7 +58,7 @@ def _feedback_codes(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def _times_metric(x, metric, ROWS: tl.constexpr, D: tl.constexpr):
     """x @ G, float32 [ROWS, D]."""
-    BK: tl.constexpr = 64 if D > 64 else D  # as in _rotate
+    BK: tl.constexpr = 64 if D > 64 else D  # as in rotate_rows
     cols = tl.arange(0, D)
     parts = tl.reshape(x, [ROWS, D // BK, BK])
     which = tl.arange(0, D // BK)[None, :, None]
@@ -162,26 +142,8 @@ def _encode(
         if SEARCH == _FEEDBACK:
             codes = _feedback_codes(y, step, lo, factor, TB, D)
         else:
-            codes = _plain(y, step, lo)
+            codes = plain_codes(y, step, lo)
     return codes, step, lo
-
-
-@triton.jit
-def _write_row(dst, index, ok, head, y, Hk: tl.constexpr, D: tl.constexpr):
-    """dst[index, head] = y where ok; dst [., Hk, D]."""
-    cols = tl.arange(0, D)
-    at = (index.to(tl.int64) * Hk + head) * D
-    tl.store(dst + at[:, None] + cols[None, :], y.to(dst.dtype.element_ty), ok[:, None])
-
-
-@triton.jit
-def _write_history(
-    blocks, grid, FORM: tl.constexpr, slot, ok, head, codes, step, lo,
-    KV: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    halves = pack_codes(codes, TB, D)
-    tl.store(blocks + half_offsets(slot, head, KV, FORM, Hk, D), halves, ok[:, None])
-    store_meta(blocks, grid, slot, ok, head, step, lo, KV, FORM, Hk, D)
 
 
 @triton.jit
@@ -200,8 +162,8 @@ def _store_kernel(
     slot = tl.load(slots + t, t < T, -1).to(tl.int64)
     if part >= 2:
         q_head = head * G + part - 2
-        y = _rotate(q + q_head * D, r_k, stride_q, t, t < T, head, TB, D)
-        _write_row(q_rot, t, t < T, q_head, y, Hk * G, D)
+        y = rotate_rows(q + q_head * D, r_k, stride_q, t, t < T, head, TB, D)
+        write_row(q_rot, t, t < T, q_head, y, Hk * G, D)
     else:
         ok = slot >= 0
         row = tl.load(rows + t, ok, 0).to(tl.int64)
@@ -213,24 +175,26 @@ def _store_kernel(
         sink_at = row * n_sink + pos
         ring_at = row * n_recent + pos % n_recent
         if part == 0:
-            y = _rotate(k + head * D, r_k, stride_k, t, ok, head, TB, D)
-            _write_row(sink_k, sink_at, in_sink, head, y, Hk, D)
-            _write_row(ring_k, ring_at, in_ring, head, y, Hk, D)
-            _write_row(cache_k, cached, ok & (cached >= 0), head, y, Hk, D)
-            codes, step, lo = _encode(
-                y, k_ratio, k_rank, factor + head * D * D, metric + head * D * D, grid, head, 0,
-                SEARCH, K_RANK, FORM, TB, D,
-            )  # fmt: skip
-            _write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
+            y = rotate_rows(k + head * D, r_k, stride_k, t, ok, head, TB, D)
+            write_row(sink_k, sink_at, in_sink, head, y, Hk, D)
+            write_row(ring_k, ring_at, in_ring, head, y, Hk, D)
+            write_row(cache_k, cached, ok & (cached >= 0), head, y, Hk, D)
+            if FORM != CHANNEL:  # ``seal`` writes the history of a block codec
+                codes, step, lo = _encode(
+                    y, k_ratio, k_rank, factor + head * D * D, metric + head * D * D, grid, head, 0,
+                    SEARCH, K_RANK, FORM, TB, D,
+                )  # fmt: skip
+                write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
         else:
-            y = _rotate(v + head * D, r_v, stride_v, t, ok, head, TB, D)
-            _write_row(sink_v, sink_at, in_sink, head, y, Hk, D)
-            _write_row(ring_v, ring_at, in_ring, head, y, Hk, D)
-            _write_row(cache_v, cached, ok & (cached >= 0), head, y, Hk, D)
-            codes, step, lo = _encode(
-                y, v_ratio, v_rank, factor, metric, grid, head, 1, _ROUND, V_RANK, FORM, TB, D
-            )
-            _write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
+            y = rotate_rows(v + head * D, r_v, stride_v, t, ok, head, TB, D)
+            write_row(sink_v, sink_at, in_sink, head, y, Hk, D)
+            write_row(ring_v, ring_at, in_ring, head, y, Hk, D)
+            write_row(cache_v, cached, ok & (cached >= 0), head, y, Hk, D)
+            if FORM != CHANNEL:
+                codes, step, lo = _encode(
+                    y, v_ratio, v_rank, factor, metric, grid, head, 1, _ROUND, V_RANK, FORM, TB, D
+                )
+                write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
 
 
 def check_rows(name: str, x: torch.Tensor, head_dim: int) -> None:
@@ -261,6 +225,8 @@ def store(
     if not triton_only and cuda_store.supported(view, tokens, q, k, v, q_rot):
         cuda_store.store(view, tokens, q, k, v, q_rot)
         return q_rot
+    if view.spec.block > 1:
+        seal(view, tokens, k, v)  # before the chunk overwrites the ring
     params, kv_heads = view.params, view.kv_heads
     k_range, v_range = view.spec.k_range, view.spec.v_range
     factor, metric = (params.r_k if x is None else x for x in (params.factor, params.metric))
@@ -269,7 +235,7 @@ def store(
     _store_kernel[grid](
         q, k, v, q if q_rot is None else q_rot,
         params.r_k, params.r_v, factor, metric, view.grid,
-        *tokens, view.blocks.view(torch.uint16), *view[3:],
+        *tokens, view.blocks.view(torch.uint16), *view[3:9],
         tokens_n, q.stride(0), k.stride(0), v.stride(0),
         view.windows.n_sink, view.windows.n_recent,
         k_range.half_ratio, v_range.half_ratio, k_range.rank(dim), v_range.rank(dim),

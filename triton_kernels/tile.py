@@ -2,8 +2,12 @@
 
 Everything is row-major ``[rows, D]`` in natural channel order; a packed row is ``D/8`` 16-bit
 halves (``layout``). Block addresses count 16-bit units. FORM is what a row's metadata are
-(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT one half of two bytes, SCALE one half. Every
-form is read as ``values * step + lo``: the values are the codes, or the levels of ``codec_lloyd``.
+(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT one half of two bytes, SCALE one half,
+CHANNEL one of K and two of V. Every form is read as ``values * step + lo``: the values are the
+codes, the levels of ``codec_lloyd``, or the unit keys of ``codec_omni``, whose step is the norm.
+
+``grid`` is what a layer keeps besides: COMPACT ``LayerParams.grid``, CHANNEL the history's channels
+[pages, Hk, D, 2] FP16; others read none.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import triton
 import triton.language as tl
 
 from .codec_lloyd import INNER, OUTER, THRESHOLD
+from .codec_omni import BLOCK
 
-AFFINE, COMPACT, SCALE = map(tl.constexpr, range(3))
-FORMS = {"affine": 0, "compact": 1, "scale": 2}
+AFFINE, COMPACT, SCALE, CHANNEL = map(tl.constexpr, range(4))
+FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3}
+PAGE = tl.constexpr(BLOCK)  # tokens that share channels
 ROUND_MAGIC = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds |x| < 2^22 to even, as rint does
 FP16_MAX = tl.constexpr(65504.0)
 _INNER, _OUTER, _THRESHOLD = map(tl.constexpr, (INNER, OUTER, THRESHOLD))
@@ -44,7 +50,7 @@ def unpack_codes(halves, ROWS: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def head_base(slot, head, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr):
     """Offset of one head's block of ``slot`` [n] int64, 16-bit units -> [n] int64."""
-    META: tl.constexpr = 4 if FORM == AFFINE else 2
+    META: tl.constexpr = 4 if FORM == AFFINE else (3 if FORM == CHANNEL else 2)
     return ((slot // 16) * Hk + head) * (4 * D + 16 * META)
 
 
@@ -66,7 +72,7 @@ def meta_offset(
     slot, head, KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
 ):
     """Offset of the first half of a K or V row's metadata -> [n] int64."""
-    META: tl.constexpr = 4 if FORM == AFFINE else 2
+    META: tl.constexpr = 4 if FORM == AFFINE else (3 if FORM == CHANNEL else 2)
     return head_base(slot, head, FORM, Hk, D) + 4 * D + (slot % 16) * META + META // 2 * KV
 
 
@@ -75,10 +81,8 @@ def load_meta(
     blocks, grid, slot, ok, head,
     KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """(step, lo) of rows as float32 [n]; masked rows are finite whatever stale bytes they hold.
-
-    grid: the layer's ``LayerParams.grid``, read by COMPACT only.
-    """
+    """(step, lo) of rows as float32 [n]; masked rows are finite whatever stale bytes they hold."""
+    PAIR: tl.constexpr = KV == 1 if FORM == CHANNEL else FORM == AFFINE
     at = blocks + meta_offset(slot, head, KV, FORM, Hk, D)
     half = tl.load(at, mask=ok, other=0)
     if FORM == COMPACT:
@@ -87,11 +91,17 @@ def load_meta(
         )
     else:
         step = half.to(tl.float16, bitcast=True).to(tl.float32)
-        if FORM == AFFINE:
+        if PAIR:
             lo = tl.load(at + 1, mask=ok, other=0).to(tl.float16, bitcast=True).to(tl.float32)
         else:
             lo = tl.zeros_like(step)
     return step, lo
+
+
+@triton.jit
+def channel_offset(page, head, Hk: tl.constexpr, D: tl.constexpr):
+    """Offset of a page's channels of one head, FP16 units; int64 like ``page``."""
+    return (page * Hk + head) * (2 * D)
 
 
 @triton.jit
@@ -100,13 +110,18 @@ def load_row(
     KV: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Rows of ``slot`` [ROWS] as (values [ROWS, D] float32, step, lo [ROWS] float32); values are
-    exact in FP16."""
+    exact in FP16, but for K of CHANNEL."""
     halves = tl.load(blocks + half_offsets(slot, head, KV, FORM, Hk, D), ok[:, None], 0)
     step, lo = load_meta(blocks, grid, slot, ok, head, KV, FORM, Hk, D)
     codes = unpack_codes(halves, ROWS, D)
     if FORM == SCALE:
         size = tl.where((codes == 1) | (codes == 2), _INNER, _OUTER)
         values = tl.where(codes < 2, -size, size)
+    elif FORM == CHANNEL and KV == 0:
+        cols = 2 * tl.arange(0, D)
+        at = channel_offset(slot // PAGE, head, Hk, D)[:, None] + cols[None, :]
+        values = codes.to(tl.float32) * tl.load(grid + at, ok[:, None], 0.0).to(tl.float32)
+        values += tl.load(grid + at + 1, ok[:, None], 0.0).to(tl.float32)
     else:
         values = codes.to(tl.float32)
     return values, step, lo
@@ -161,7 +176,8 @@ def store_meta(
     blocks, grid, slot, ok, head, step, lo,
     KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write storable (step, lo) [n]; SCALE has no lo."""
+    """Write storable (step, lo) [n]; SCALE has no lo, nor has K of CHANNEL."""
+    PAIR: tl.constexpr = KV == 1 if FORM == CHANNEL else FORM == AFFINE
     at = blocks + meta_offset(slot, head, KV, FORM, Hk, D)
     if FORM == COMPACT:
         step_byte, lo_byte = to_bytes(step, lo, grid, head, KV)
@@ -169,7 +185,7 @@ def store_meta(
         tl.store(at, pair.to(tl.uint16), ok)
     else:
         tl.store(at, step.to(tl.float16).to(tl.uint16, bitcast=True), ok)
-        if FORM == AFFINE:
+        if PAIR:
             tl.store(at + 1, lo.to(tl.float16).to(tl.uint16, bitcast=True), ok)
 
 

@@ -18,6 +18,8 @@ class LayerView(NamedTuple):
     sink_k, sink_v    [R, n_sink, Hk, D]    model dtype, rotated
     ring_k, ring_v    [R, n_recent, Hk, D]  model dtype, rotated
     cache_k, cache_v  [C, Hk, D]            model dtype, rotated (sink cache)
+    channels          [pages, Hk, D, 2]     float16 step and lo of K's channels; None unless the
+                                            codec has blocks
     """
 
     spec: CodecSpec
@@ -29,6 +31,7 @@ class LayerView(NamedTuple):
     ring_v: torch.Tensor
     cache_k: torch.Tensor
     cache_v: torch.Tensor
+    channels: torch.Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -45,7 +48,9 @@ class LayerView(NamedTuple):
 
     @property
     def grid(self) -> torch.Tensor:
-        """``LayerParams.grid``; any tensor where the codec has none and nobody reads it."""
+        """``tile``'s grid; any tensor where the codec has none and nobody reads it."""
+        if self.channels is not None:
+            return self.channels
         return self.params.r_k if self.params.grid is None else self.params.grid
 
     @property
@@ -66,6 +71,7 @@ def layer_view(seg, layer: int) -> LayerView:
         w.recent_v[layer],
         seg.sinks.k[layer],
         seg.sinks.v[layer],
+        seg.history.channels[layer] if seg.spec.block > 1 else None,
     )
     if seg.history.layout != seg.spec.layout(view.kv_heads, view.head_dim):
         raise ValueError(f"codec {seg.spec.name} does not fill blocks of {seg.history.layout}")

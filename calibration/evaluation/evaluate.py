@@ -12,7 +12,7 @@ from ..collect import Progress, check_supported, load_model
 from ..data import RANDOM, load_tokens
 from ..engines import Run, observe
 from ..errors import CalibrationError
-from ..methods import METHODS, Job, parse_jobs, sweep_jobs
+from ..methods import Job, find_method, method_of, parse_jobs, sweep_jobs
 from ..pipeline import DEFAULT_TOKENS, N_SINK
 from .inputs import load_inputs
 from .results import results
@@ -98,7 +98,8 @@ def _artifact(options: Options, fingerprint: Fingerprint) -> tuple[dict[str, lis
         return {}, f"{Path(options.calibration).name}, {options.calibration_tokens} tokens"
     artifact = load(options.artifact)
     check(artifact, fingerprint)
-    return {artifact.codec: artifact.layers}, f"artifact {artifact.id}"
+    name = method_of(artifact.codec, artifact.options).name
+    return {name: artifact.layers}, f"artifact {artifact.id}"
 
 
 def _jobs(options: Options, fitted: dict[str, list]) -> list[Job]:
@@ -130,7 +131,7 @@ def _memory(row: dict[str, Any], f: Fingerprint, concurrency: int) -> dict[str, 
     request with them: every token has its packed row, window tokens a 16-bit one besides."""
     if row["method"] == EXACT.label:
         return {"window_bytes": 0, "bits_with_windows": row.get("bits")}
-    block = METHODS[row["method"]].block
+    block = find_method(row["method"]).block
     exact = row["sink"] + row["recent"] + (block if block > 1 else 0)
     row_bytes = f.layers * f.kv_heads * 2 * f.head_dim * 2
     found: dict[str, Any] = {"window_bytes": concurrency * exact * row_bytes}

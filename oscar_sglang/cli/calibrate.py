@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..config import CODEC_NAMES
+from ..config import CODEC_NAMES, OMNI_CHOICES
 from .console import layer_table, peak_memory, positive, print_warnings, progress_bar, writable
 
 
@@ -34,6 +34,12 @@ def add(commands) -> None:
     p.add_argument(
         "--tp", type=positive, default=1, help="ranks that share the model (sglang; default 1)"
     )
+    for name, values in OMNI_CHOICES.items():
+        p.add_argument(
+            "--" + name.replace("_", "-"),
+            choices=values,
+            help=f"of codec omni, which needs no data (default {values[0]})",
+        )
     p.set_defaults(run=run)
 
 
@@ -46,6 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     from ..calibration import calibrate
 
     out = writable(Path(args.out), "--out")
+    chosen = {n.removeprefix("omni_"): getattr(args, n) for n in OMNI_CHOICES}
     with progress_bar(console) as progress:
         artifact = calibrate(
             args.model,
@@ -58,9 +65,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
             engine=args.engine,
             tp=args.tp,
             partial=out.with_name(f"{out.name}.partial"),
+            codec_options={name: value for name, value in chosen.items() if value},
         )
     artifact.save(out)
-    console.print(layer_table(artifact))
+    if artifact.provenance.get("layers"):
+        console.print(layer_table(artifact))
     print_warnings(artifact.provenance["warnings"], console)
     console.print(
         f"wrote {out} ({out.stat().st_size / 2**20:.1f} MiB, id {artifact.id}) in "

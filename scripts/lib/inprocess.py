@@ -61,7 +61,8 @@ class Runner:
         self.pool = self.runner.token_to_kv_pool
         self.segments = getattr(self.pool, "segments", None)
         self.req_pool = self.runner.req_to_token_pool
-        self.next_slot = 1
+        self.page = args.page_size
+        self.next_slot = self.page
 
     def request(self, row: int, prefix: Request | None = None, cached: int = 0) -> Request:
         """Take a request row, sharing the first ``cached`` slots of ``prefix`` (a radix hit)."""
@@ -73,11 +74,14 @@ class Runner:
             self._write_slots(request, 0)
         return request
 
-    def slots(self, n: int) -> list[int]:
-        first = self.next_slot
-        self.next_slot += n
-        assert self.next_slot <= self.pool.size, "the test needs a larger pool"
-        return list(range(first, self.next_slot))
+    def slots(self, n: int, held: list[int] = ()) -> list[int]:
+        """n new slots of a request that holds ``held``: the rest of its last page, new pages."""
+        first = held[-1] + 1 if len(held) % self.page else self.next_slot
+        rest = min(n, -len(held) % self.page)
+        after = self.next_slot
+        self.next_slot += -(-(n - rest) // self.page) * self.page
+        assert self.next_slot <= self.pool.size + self.page, "the test needs a larger pool"
+        return [*range(first, first + rest), *range(after, after + n - rest)]
 
     def extend(self, *work: tuple[Request, list[int]], slots: list[list[int]] | None = None):
         """One extend batch: new tokens per request -> logits of each last token [B, vocab]."""
@@ -103,7 +107,7 @@ class Runner:
         prefix, fresh, new_slots, ids, positions = [], [], [], [], []
         for i, (request, tokens) in enumerate(work):
             start = len(request.tokens)
-            mine = slots[i] if slots else self.slots(len(tokens))
+            mine = slots[i] if slots else self.slots(len(tokens), request.slots)
             request.tokens += tokens
             request.slots += mine
             self._write_slots(request, start)

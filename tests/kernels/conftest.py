@@ -87,9 +87,13 @@ class Lab:
         self.device, self.kv_heads, self.group, self.dim, self.dtype = (
             device, kv_heads, group, dim, dtype,
         )  # fmt: skip
+        spec = codec.CODECS[codec_name]
+        if spec.block > 1:  # pages are blocks, and the ring holds at least one
+            page, n_recent = spec.block, spec.ring_tokens(n_recent)
+            first_slot_block = spec.block // 16
+        self.block = spec.block
         self.lens, self.page = list(lens), page
         self.windows = WindowLayout(n_sink, n_recent)
-        spec = codec.CODECS[codec_name]
         params = codec_params(spec, kv_heads, dim, device)
         rows, longest = len(lens) + 2, max([*lens, 1])
         self.max_context = -(-(longest + 32) // page) * page
@@ -118,6 +122,8 @@ class Lab:
     def _poison(self):
         """NaN windows, NaN metadata and 0xFF codes wherever nothing is written later."""
         self.seg.history.blocks[0].fill_(0xFF)
+        for x in self.seg.history.channels:
+            x.fill_(float("nan"))
         for x in (self.seg.windows.sink_k, self.seg.windows.recent_k):
             x[0].fill_(float("nan"))
         for x in (self.seg.windows.sink_v, self.seg.windows.recent_v):
@@ -145,6 +151,27 @@ class Lab:
         )
         reference.store(self.seg, 0, plan, k, v)
 
+    def batch(self, spans):
+        """TokenBatch of [(request, start, end)] with the sink rows claimed."""
+        from oscar_sglang.kernels.plan import claim_sinks
+        from oscar_sglang.kernels.views import TokenBatch
+
+        cat = [torch.arange(s, e) for _, s, e in spans]
+        rows = torch.cat([torch.full((e - s,), b + 1) for b, s, e in spans])
+        positions, ends = torch.cat(cat), torch.cat([torch.full((e - s,), e) for _, s, e in spans])
+        slots = torch.cat([self.req_to_token[b + 1, s:e].cpu().long() for b, s, e in spans])
+        move = [t.to(self.device) for t in (rows, positions, ends, slots)]
+        index = torch.empty_like(move[3])
+        claim = torch.full_like(self.seg.sinks.tag, -1, dtype=torch.int32)
+        claim_sinks(self.seg.sinks.tag, claim, move[1], move[3], self.windows.n_sink, index)
+        assert (claim == -1).all()
+        return TokenBatch(*move, index)
+
+    def qkv(self, n):
+        """q, k, v as strided views into one projection output."""
+        sizes = (self.kv_heads * self.group, self.kv_heads, self.kv_heads)
+        return self.random(n, sum(sizes)).split(sizes, 1)
+
     def view(self):
         from oscar_sglang.kernels.views import layer_view
 
@@ -152,8 +179,8 @@ class Lab:
 
     def hist_end(self, b, seq_len, q_len=1):
         w = self.windows
-        low = max(w.n_sink, int(self.seg.windows.recent_start[b + 1]), seq_len - w.n_recent)
-        return max(0, min(seq_len - q_len, low))
+        low = max(int(self.seg.windows.recent_start[b + 1]), seq_len - w.n_recent)
+        return max(0, min(seq_len - q_len, max(w.n_sink, low + -low % self.block)))
 
     def dense(self, b, seq_len, q_len=1):
         """K, V [S, Hk, D] float32 of a request from the segment that holds each position."""
@@ -212,8 +239,9 @@ def run_attention(lab, seq_lens, q_lens=None, splits=5, cap=0.0, spread=1.0, for
     lens = torch.tensor(seq_lens, device=lab.device)
     recent_start = lab.seg.windows.recent_start
     plan_attend(
-        part.plan, lab.rows, lens, recent_start, lab.windows, splits, indptr if ragged else None
-    )
+        part.plan, lab.rows, lens, recent_start, lab.windows, splits,
+        indptr if ragged else None, block=lab.block,
+    )  # fmt: skip
     q = q.clone()  # plan and attend are never neighbours in a stream (``plan_attend``)
     scale, view = lab.dim**-0.5, lab.view()
     dtype = lab.dtype if form else torch.float32

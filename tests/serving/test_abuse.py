@@ -29,16 +29,16 @@ def abandon(server: Server, ids: list[int], seconds: float) -> None:
                 pass
 
 
-@pytest.mark.parametrize("page, rounds", [(1, 10), (16, 4)])
-def test_requests_with_aborts_retraction_and_flushes(tiny_llama, tmp_path, page, rounds):
+@pytest.mark.parametrize(
+    "page, rounds, codec", [(1, 10, "feedback"), (16, 4, "feedback"), (128, 3, "omni")]
+)
+def test_requests_with_aborts_retraction_and_flushes(tiny_llama, tmp_path, page, rounds, codec):
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--max-running-requests", "8"]
     flags += ["--max-total-tokens", "1500", "--chunked-prefill-size", "128"]
     flags += ["--enable-mixed-chunk", "--load-format", "dummy", "--skip-tokenizer-init"]
     flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32", "--oscar-debug-tags"]
-    flags += ["--page-size", str(page)]
+    flags += ["--page-size", str(page), "--oscar-codec", codec]
     env = {
-        # SGLang's paged allocator launches Triton kernels.
-        "TRITON_INTERPRET": str(int(page > 1)),
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",

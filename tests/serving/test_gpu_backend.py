@@ -14,7 +14,12 @@ pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.parametrize(
-    "codec, make", [("feedback", tiny_models.qwen3), ("compact", tiny_models.llama)]
+    "codec, make",
+    [
+        ("feedback", tiny_models.qwen3),
+        ("compact", tiny_models.llama),
+        ("omni", tiny_models.llama),
+    ],
 )
 def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, make):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))

@@ -40,9 +40,7 @@ def answers(model, tmp_path_factory):
     flags += ["--max-total-tokens", str(TOKENS), "--max-running-requests", "4"]
     for page in (1, 64, 128):
         log = tmp_path_factory.mktemp("log") / "log"
-        # SGLang's paged allocator launches Triton kernels.
-        env = {"TRITON_INTERPRET": "1"}
-        with Server(model, log, *flags, "--page-size", str(page), env=env) as server:
+        with Server(model, log, *flags, "--page-size", str(page)) as server:
             found[page] = {"answers": scenario(server), "state": server.state()}
             server.flush()
             found[page]["flushed"] = server.state()["history_tokens"]

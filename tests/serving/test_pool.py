@@ -6,7 +6,6 @@ Each runner lives in a process of its own, because SGLang keeps one configuratio
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +65,6 @@ def codes(smollm2, artifacts):
         command = [sys.executable, TESTS / "pool_codes.py", smollm2, artifacts["feedback"]]
         done = subprocess.run(
             [*command, str(page_size)],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
             stdout=subprocess.PIPE,
             text=True,
             check=True,

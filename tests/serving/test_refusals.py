@@ -105,12 +105,26 @@ CASES = {
     "FlexKV": ("llama", "good", ("--enable-flexkv",), {}, ["drop --enable-flexkv"]),
     "prefix window": ("llama", "good", ("--oscar-prefix-window", "some"), {}, ["'some'", "reuse"]),
     "page size 24": ("llama", "good", ("--page-size", "24"), {}, ["--page-size 24", "16"]),
-    "page size on a CPU": (
+    "page size of a block codec": (
+        "llama",
+        "blocks",
+        ("--page-size", "64"),
+        {},
+        ["--page-size 64", "omni", "--page-size 128"],
+    ),
+    "another norm than the artifact's": (
+        "llama",
+        "blocks",
+        ("--oscar-omni-norm", "none"),
+        {},
+        ["norm head", "--oscar-omni-norm none", "drop"],
+    ),
+    "another codec's option": (
         "llama",
         "good",
-        ("--page-size", "16"),
-        {"TRITON_INTERPRET": "0"},
-        ["TRITON_INTERPRET=1"],
+        ("--oscar-codec", "oscar", "--oscar-omni-rotation", "none"),
+        {},
+        ["--oscar-omni-rotation belongs to codec omni"],
     ),
     "post-capture sizing": (
         "llama",
@@ -156,6 +170,7 @@ def _write_artifacts(folder: Path, model: Path) -> None:
     fingerprint = artifact.Fingerprint.of(model)
     good = folder / "good.safetensors"
     artifact.data_free(fingerprint, "feedback").save(good)
+    artifact.data_free(fingerprint, "omni").save(folder / "blocks.safetensors")
     (folder / "truncated.safetensors").write_bytes(good.read_bytes()[:-1000])
     (folder / "text.safetensors").write_text("not an artifact" * 100)
     with safe_open(good, "pt") as f:
