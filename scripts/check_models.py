@@ -71,6 +71,11 @@ COMPARISONS = (
 )
 
 
+def artifact_of(folder: Path) -> Path:
+    """Beside the folder: SGLang takes every .safetensors in it for weights."""
+    return folder.with_name(folder.name + ".int2.safetensors")
+
+
 def serve(name: str, kind: Kind, run: str, folder: Path, args: argparse.Namespace) -> dict:
     """The answers of one server: case -> answers, or {"error": ...}."""
     on_gpu = args.device == "cuda"
@@ -82,7 +87,7 @@ def serve(name: str, kind: Kind, run: str, folder: Path, args: argparse.Namespac
     if run == "exact":
         flags += kind.exact if on_gpu else ["--attention-backend", "torch_native"]
     else:
-        flags += ["--kv-cache-dtype", "int2", "--oscar-artifact", str(folder / "int2.safetensors")]
+        flags += ["--kv-cache-dtype", "int2", "--oscar-artifact", str(artifact_of(folder))]
     flags += RUNS[run]
     log = args.log_dir / f"check-{name}-{run}.log"
     ids = text_ids(folder, vocabulary(folder), ROOT / "LICENSE")
@@ -146,7 +151,7 @@ def check(args: argparse.Namespace) -> dict[str, dict]:
         kind.make(folders[name])
         # Calibrated or not: the same codes everywhere are what is compared.
         made = art.data_free(art.Fingerprint.of(folders[name]), "feedback")
-        made.save(folders[name] / "int2.safetensors")
+        made.save(artifact_of(folders[name]))
     with ThreadPoolExecutor(args.jobs) as pool:
         tasks = {
             (name, run): pool.submit(serve, name, kind, run, folders[name], args)
@@ -156,7 +161,7 @@ def check(args: argparse.Namespace) -> dict[str, dict]:
         found = {key: task.result() for key, task in tasks.items()}
     for name in kinds:
         answers = {run: found[name, run] for run in args.runs}
-        if name == REAL and args.save_reference:
+        if name == REAL and args.save_reference and "error" not in answers["default"]:
             save(args.save_reference, answers["default"])
         if name == REAL and args.reference:
             answers["reference"] = load(args.reference)

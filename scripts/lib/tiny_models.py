@@ -43,6 +43,21 @@ FAMILIES = {
         first_k_dense_replace=1,
         **_MOE,
     ),
+    # Gated DeltaNet in every other layer, output gate, RoPE on a quarter of the channels.
+    "qwen3-next": dict(
+        model_type="qwen3_next",
+        head_dim=64,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        **_MOE,
+    ),
 }
 
 
