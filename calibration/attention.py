@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ..fingerprint import attention_layers
 from .errors import CalibrationError
 
-# (layer, q [B, H, T, D], k [B, Hk, S, D], v [B, Hk, S, D], scale) -> o [B, H, T, D]
+# (layer, q [B, H, T, D], k [B, Hk, S, D], v [B, Hk, S, D], scale) -> o [B, H, T, D];
+# layers are counted without those that do not attend.
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 _NAME = "oscar_sglang"
-_active: list[AttentionFunction] = []
+_active: list[tuple[AttentionFunction, dict[int, int]]] = []
 
 
 @contextmanager
@@ -28,13 +30,20 @@ def replaced_attention(model: PreTrainedModel, function: AttentionFunction) -> I
     previous = model.config._attn_implementation
     AttentionInterface.register(_NAME, _dispatch)
     AttentionMaskInterface.register(_NAME, _padding)
-    _active.append(function)
+    ids = attention_layers_of(model)
+    _active.append((function, {layer: index for index, layer in enumerate(ids)}))
     try:
         model.set_attn_implementation(_NAME)
         yield
     finally:
         _active.pop()
         model.set_attn_implementation(previous)
+
+
+def attention_layers_of(model: PreTrainedModel) -> list[int]:
+    """Ids of the layers that have K and V: a hybrid model has others too."""
+    config = model.config.get_text_config()
+    return attention_layers(config.to_dict(), config.num_hidden_layers)
 
 
 def causal_attention(
@@ -63,5 +72,6 @@ def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs)
             "not supported"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _active[-1](module.layer_idx, query, key, value, scale)
+    function, index = _active[-1]
+    out = function(index[module.layer_idx], query, key, value, scale)
     return out.transpose(1, 2).contiguous(), None

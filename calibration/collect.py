@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..fingerprint import read_config, text_config
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
-from .attention import causal_attention, replaced_attention
+from .attention import attention_layers_of, causal_attention, replaced_attention
 from .errors import CalibrationError
 from .stats import LayerStats, Moments
 
@@ -147,4 +147,4 @@ def collect(
                 progress("running the model", done, tokens)
             if partial:
                 partial.save(total, i)
-    return total.finish(model.config.get_text_config().num_hidden_layers)
+    return total.finish(len(attention_layers_of(model)))

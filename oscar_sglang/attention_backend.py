@@ -12,6 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from .debug_tags import DebugTags
 from .hooks import config_of
 from .kernels import reference
+from .memory_pool import oscar_pool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -51,8 +52,8 @@ class OscarAttnBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
-        self.pool: OscarKVPool = runner.token_to_kv_pool
-        self.token_to_kv_pool = self.pool  # where SGLang's models look for it
+        self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
+        self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
@@ -115,7 +116,7 @@ class OscarAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
         refuse_layer(layer, k, save_kv_cache, kwargs)
-        index = layer.layer_id - self.pool.start_layer
+        index = self.pool.index[layer.layer_id]
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)

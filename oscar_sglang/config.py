@@ -41,7 +41,9 @@ class OscarConfig:
     sink_cache_tokens  rows of the exact sink store behind the prefix cache
     scratch_tokens     prefix tokens materialised at a time during prefill
     prefix_window      after a prefix hit "recompute" the last ``recent_tokens`` of the prompt, or
-                       "reuse" all that is cached, and read their recent window as codes
+                       "reuse" all that is cached, and read their recent window as codes. Default:
+                       recompute, but reuse in hybrid models: their linear layers can only go on
+                       from where a state was kept, which is seldom ``recent_tokens`` earlier
     debug_tags         check every read against what was written (``debug_tags.py``; CPU only)
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
                        paper's ablation (default: the artifact's, else with both)
@@ -53,7 +55,7 @@ class OscarConfig:
     recent_tokens: int = 256
     sink_cache_tokens: int | None = None
     scratch_tokens: int | None = None
-    prefix_window: str = "recompute"
+    prefix_window: str | None = None
     debug_tags: bool = False
     omni_norm: str | None = None
     omni_rotation: str | None = None
@@ -70,7 +72,7 @@ class OscarConfig:
                     f"{flag(name)} must be a whole number of at least 1, got {value!r}; drop it "
                     "for the default (sink 64 and recent 256: quality needs both windows)"
                 )
-        if self.prefix_window not in PREFIX_WINDOWS:
+        if self.prefix_window not in (None, *PREFIX_WINDOWS):
             raise OscarError(
                 f"{flag('prefix_window')} {self.prefix_window!r} is unknown; choose one of "
                 f"{', '.join(PREFIX_WINDOWS)}"
@@ -107,6 +109,11 @@ class OscarConfig:
 
     def with_artifact(self, path: Path, codec: str) -> OscarConfig:
         return replace(self, artifact=str(path), codec=codec)
+
+    def with_prefix_window(self, hybrid: bool) -> OscarConfig:
+        """With the default of the model's kind, if none was asked for."""
+        default = "reuse" if hybrid else "recompute"
+        return replace(self, prefix_window=self.prefix_window or default)
 
 
 def flag(field: str) -> str:
@@ -145,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag("prefix_window"),
         choices=PREFIX_WINDOWS,
         help="after a prefix hit read the recent window as codes, or compute it again exactly "
-        f"(default {d.prefix_window})",
+        "(default recompute; reuse in models with linear-attention layers)",
     )
     add(
         flag("debug_tags"),

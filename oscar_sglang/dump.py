@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .events import log_event
+from .hybrid import attention_pool
 from .kernels.codec import rotate
 from .kernels.reference import Segments, history_end, materialise
 
@@ -79,7 +80,7 @@ def dump_running(scheduler: Any, folder: Path) -> list[str]:
 
     Names are our own: a request's id is whatever its client sent.
     """
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    pool = attention_pool(scheduler.token_to_kv_pool_allocator.get_kvcache())
     table = scheduler.req_to_token_pool.req_to_token
     if table.is_cuda:
         torch.cuda.synchronize()  # SGLang forwards on a stream of its own

@@ -14,6 +14,7 @@ from typing import Any
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 NO_WEIGHTS = "none"
+LINEAR_LAYER = "linear_attention"
 METADATA_KEY = "oscar_sglang"  # of our own safetensors files
 _HEADER_BYTES = 256
 _SAMPLES = 16
@@ -35,7 +36,8 @@ class Fingerprint:
     """Identity of a model's KV cache.
 
     architecture  class name of the model, e.g. LlamaForCausalLM
-    layers, heads, kv_heads, head_dim  of the whole model, before any tensor parallelism
+    layers        that have K and V: in a hybrid model fewer than the model has
+    heads, kv_heads, head_dim  of the whole model, before any tensor parallelism
     rope          canonical JSON of theta and scaling (K is calibrated after RoPE)
     weights       hash of a sample of the weight files, or ``"none"`` if there are none
     """
@@ -60,7 +62,7 @@ class Fingerprint:
         heads = _number(model_dir, text, _HEADS)
         return cls(
             architecture=_architecture(model_dir, config, text),
-            layers=_number(model_dir, text, _LAYERS),
+            layers=len(attention_layers(text, _number(model_dir, text, _LAYERS))),
             heads=heads,
             kv_heads=_number(model_dir, text, _KV_HEADS, heads),
             head_dim=_head_dim(model_dir, text, heads),
@@ -95,6 +97,17 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a (possibly multimodal) config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
+
+
+def attention_layers(text: dict[str, Any], layers: int) -> list[int]:
+    """Ids of the layers with K and V among ``layers``: all but those of linear attention."""
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return [i for i, kind in enumerate(kinds) if kind != LINEAR_LAYER]
+    every = text.get("full_attention_interval")  # Qwen3-Next's own spelling
+    if isinstance(every, int) and every > 0 and text.get("linear_num_key_heads"):
+        return [i for i in range(layers) if (i + 1) % every == 0]
+    return list(range(layers))
 
 
 def canonical_rope(text: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from .kernels.restore import restore_sinks
 from .kernels.rotate import join_prefix, rotate_queries
 from .kernels.store import store
 from .kernels.views import TokenBatch, layer_view
+from .memory_pool import oscar_pool
 from .prefix_tiles import Tile, plan_tiles, to_device
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class OscarGpuBackend(AttentionBackend):
         super().__init__()
         from .varlen import varlen_attention
 
-        self.pool: OscarKVPool = runner.token_to_kv_pool
-        self.token_to_kv_pool = self.pool  # where SGLang's models look for it
+        self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
+        self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
@@ -274,4 +275,4 @@ class OscarGpuBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        return q, k, v, self.views[layer.layer_id - self.pool.start_layer]
+        return q, k, v, self.views[self.pool.index[layer.layer_id]]

@@ -165,12 +165,12 @@ def _max_num_reqs(original: Callable, self: Any, token_capacity: int) -> int:
 def _build_pool(original: Callable, self: Any, **kwargs: Any) -> Any:
     if not enabled(self):
         return original(self, **kwargs)
-    from .memory_pool import OscarKVPool
+    from .memory_pool import OscarKVPool, oscar_pool
     from .startup import pool_setup
 
     kwargs["mha_pool_class"] = functools.partial(OscarKVPool, setup=pool_setup(self))
     pool = original(self, **kwargs)
-    if type(pool) is not OscarKVPool:
+    if oscar_pool(pool) is None:
         raise OscarError(f"SGLang built a {type(pool).__name__} instead of the int2 pool")
     return pool
 
@@ -187,15 +187,17 @@ def _clear_requests(original: Callable, self: Any) -> None:
 def _fused_store(original: Callable, forward_batch: Any) -> bool:
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-    from .memory_pool import OscarKVPool
+    from .memory_pool import oscar_pool
 
-    return not isinstance(get_token_to_kv_pool(), OscarKVPool) and original(forward_batch)
+    return oscar_pool(get_token_to_kv_pool()) is None and original(forward_batch)
 
 
 def _reprefill_tail(original: Callable, self: Any) -> int:
     """Tokens at the end of a prompt that are computed even if they are cached."""
+    from .hybrid import attention_pool
+
     allocator = getattr(self, "token_to_kv_pool_allocator", None)  # None: a simulated tree
-    setup = getattr(allocator and allocator.get_kvcache(), "setup", None)
+    setup = getattr(attention_pool(allocator and allocator.get_kvcache()), "setup", None)
     return max(original(self), getattr(setup, "reprefill_tail", 0))
 
 
@@ -280,12 +282,18 @@ HOOKS = (
         why="every request row owns exact windows, so rows are part of the memory plan",
         until="pools can declare a cost per request",
     ),
-    Hook(
-        _KVC + "_build_mha_kv_pool",
-        "AROUND",
-        _build_pool,
-        why="the pool class is chosen in a closed if-chain",
-        until="SGLang has a pool registry",
+    *(
+        Hook(
+            _KVC + name,
+            "AROUND",
+            _build_pool,
+            why=f"the pool class{whose} is chosen in a closed if-chain",
+            until="SGLang has a pool registry",
+        )
+        for name, whose in (
+            ("_build_mha_kv_pool", ""),
+            ("_build_hybrid_linear_kv_pool", " of a hybrid model's attention layers"),
+        )
     ),
     Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
@@ -418,9 +426,9 @@ def _create_backend(runner: Any) -> Any:
             f"--attention-backend {ATTENTION_BACKEND} is chosen by --kv-cache-dtype "
             f"{KV_CACHE_DTYPE}; give that instead"
         )
-    from .memory_pool import OscarKVPool
+    from .memory_pool import oscar_pool
 
-    if not isinstance(runner.token_to_kv_pool, OscarKVPool):
+    if oscar_pool(runner.token_to_kv_pool) is None:
         raise OscarError(
             f"SGLang built a {type(runner.token_to_kv_pool).__name__} for this model, which int2 "
             "does not support; drop --kv-cache-dtype int2"

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from .hybrid import attention_pool
 from .kernels.codec import CodecSpec, LayerParams
 from .kernels.layout import MemoryPlan, WindowLayout
 from .kernels.reference import Segments
@@ -28,6 +29,7 @@ class PoolSetup:
     spec: CodecSpec
     params: list[LayerParams]
     artifact_id: str
+    layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
 
@@ -48,6 +50,12 @@ class Counters:
         self.scratch_tokens_peak = max(self.scratch_tokens_peak, in_scratch)
 
 
+def oscar_pool(kv_cache: Any) -> OscarKVPool | None:
+    """Our pool behind SGLang's, None if that is another."""
+    pool = attention_pool(kv_cache)
+    return pool if isinstance(pool, OscarKVPool) else None
+
+
 class OscarKVPool(MHATokenToKVPool):
     """2-bit history for every slot, exact windows for running requests.
 
@@ -57,6 +65,7 @@ class OscarKVPool(MHATokenToKVPool):
 
     def __init__(self, *args, setup: PoolSetup, **kwargs) -> None:
         self.setup = setup
+        self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
         super().__init__(*args, **kwargs)
 
@@ -116,8 +125,9 @@ class OscarKVPool(MHATokenToKVPool):
             "workspace": plan.workspace_bytes,
         }
 
-    def get_kv_size_bytes(self) -> int:
-        return sum(self.part_bytes().values())
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        total = sum(self.part_bytes().values())
+        return total - total // 2, total // 2  # K and V cost the same
 
     def _log_memory(self) -> None:
         from .hooks import HOOKS, missing_hooks

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .dump import after_server_info
+from .hybrid import attention_pool
 from .kernels.layout import WindowLayout
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Reporter:
     def __init__(self, scheduler: Any, collector: Any) -> None:
         self.scheduler = scheduler
         self.allocator = scheduler.token_to_kv_pool_allocator
-        self.pool = self.allocator.get_kvcache()
+        self.pool = attention_pool(self.allocator.get_kvcache())
         self.counts = DeviceCounts(self.pool.device_counters)
         self.seen: tuple = ()
         self.published = dict.fromkeys(COUNTERS, 0)

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from .config import ATTENTION_BACKEND, OscarError
+from .hybrid import is_gated_delta_net, is_hybrid
 from .kernels.codec import CODECS
 from .kernels.layout import BLOCK, SUPPORTED_HEAD_DIMS
 
@@ -109,12 +110,11 @@ def refuse_model(config: Any) -> None:
         )
     if config.is_encoder_decoder:
         raise OscarError(f"{name} is an encoder-decoder model; drop --kv-cache-dtype int2")
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    if mambaish_config(config):
+    if is_hybrid(config) and not is_gated_delta_net(config):
         raise OscarError(
-            f"{name} mixes attention with linear-attention layers, which int2 does not support "
-            "yet; drop --kv-cache-dtype int2"
+            f"{name} mixes attention with Mamba, convolution or linear-attention layers of a kind "
+            "that int2 is not tested with (tested: Gated DeltaNet, as in Qwen3-Next and Qwen3.5); "
+            "drop --kv-cache-dtype int2"
         )
     window = getattr(config.hf_text_config, "sliding_window", None)
     uses_window = getattr(config.hf_text_config, "use_sliding_window", window is not None)

@@ -21,24 +21,31 @@ import torch
 from .calibration.collect import Accumulator, Progress
 from .calibration.errors import CalibrationError
 from .calibration.stats import Moments, join_heads
+from .fingerprint import attention_layers, read_config, text_config
 from .launch_server import enter_cpu_mode
 
 
 class StatisticsBackend:
-    """An attention backend that also shows whole prefills to ``accumulator``."""
+    """An attention backend that also shows whole prefills to ``accumulator``.
 
-    def __init__(self, inner: Any, accumulator: Accumulator) -> None:
+    ``layer_ids``: of the layers that have K and V, in a hybrid model not all.
+    """
+
+    def __init__(self, inner: Any, accumulator: Accumulator, layer_ids: list[int]) -> None:
         self._inner = inner
         self._accumulator = accumulator
+        self._index = {layer_id: i for i, layer_id in enumerate(layer_ids)}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
+    def forward(self, q=None, k=None, v=None, layer=None, forward_batch=None, *args, **kwargs):
+        """By position or, as SGLang's linear-attention layers call it, by keyword."""
         out = self._inner.forward(q, k, v, layer, forward_batch, *args, **kwargs)
-        d = layer.qk_head_dim
-        rows = (x.reshape(len(q), -1, d) for x in (q, k, v, out))
-        self._accumulator.add(layer.layer_id, *rows)
+        if layer.layer_id in self._index:
+            d = layer.qk_head_dim
+            rows = (x.reshape(len(q), -1, d) for x in (q, k, v, out))
+            self._accumulator.add(self._index[layer.layer_id], *rows)
         return out
 
 
@@ -92,7 +99,9 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
     tokens = sum(map(len, sequences))
     runner = _load(model_dir, device, rank, max(map(len, sequences)), flags)
     accumulator = Accumulator(n_sink)
-    runner.attn_backend = StatisticsBackend(runner.attn_backend, accumulator)
+    text = text_config(read_config(model_dir))
+    layer_ids = attention_layers(text, runner.model_config.num_hidden_layers)
+    runner.attn_backend = StatisticsBackend(runner.attn_backend, accumulator, layer_ids)
     try:
         done = 0
         for ids in sequences:
@@ -102,7 +111,7 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
             if progress:
                 progress("running SGLang", done, tokens)
         names = [name for name, _ in runner.model.named_parameters()]
-        return accumulator.finish(runner.model_config.num_hidden_layers), names
+        return accumulator.finish(len(layer_ids)), names
     finally:
         del runner
         gc.collect()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .config import OscarConfig
+from .hybrid import attention_layer_ids
 from .kernels.codec import CODECS
 from .kernels.layout import MemoryPlan, WindowLayout
 
@@ -106,7 +107,7 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
     requested = get_schedule().max_running_requests
     plan = make_plan(
         config,
-        layers=kvc.layer_info.num_effective_layers,
+        layers=len(attention_layer_ids(kvc)),
         kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size),
         head_dim=kvc.model_config.head_dim,
         itemsize=kvc.model_dtype.itemsize,

@@ -10,6 +10,7 @@ from typing import Any
 from .artifact_header import ArtifactError, read_header
 from .config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError
 from .events import log_event
+from .hybrid import attention_layer_ids, is_hybrid
 from .kernels.codec import CODECS
 from .kernels.codec_omni import OPTIONS
 from .refusals import refuse_model, refuse_options, refuse_page_size
@@ -61,7 +62,9 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
             "--oscar-debug-tags checks the reference path only, which serves on a CPU; drop it or "
             "add --device cpu"
         )
-    refuse_model(server_args.get_model_config())
+    model = server_args.get_model_config()
+    refuse_model(model)
+    config = config.with_prefix_window(is_hybrid(model))
     return config.with_artifact(*_find_artifact(server_args, config))
 
 
@@ -135,7 +138,7 @@ def pool_setup(kvc: Any) -> Any:
     artifact = art.load(Path(config.artifact))
     parallel = get_parallel()
     params = art.shard(artifact, parallel.attn_tp_rank, parallel.attn_tp_size)
-    layers, plan, attention = kvc.layer_info, plan_of(kvc), None
+    layer_ids, plan, attention = attention_layer_ids(kvc), plan_of(kvc), None
     log_event(
         logger,
         "pool",
@@ -157,8 +160,9 @@ def pool_setup(kvc: Any) -> Any:
     return PoolSetup(
         plan=plan,
         spec=artifact.spec,
-        params=params[layers.start_layer : layers.end_layer],
+        params=params,
         artifact_id=artifact.id,
+        layer_ids=tuple(layer_ids),
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,
     )

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from oscar_sglang.hybrid import attention_pool
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
 
 if not has_gpu():
@@ -58,21 +59,34 @@ class Runner:
         one_batch.get_tokenizer = lambda *_args, **_kwargs: None  # token ids only
         loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = loaded.torch_runner
-        self.pool = self.runner.token_to_kv_pool
+        self.pool = attention_pool(self.runner.token_to_kv_pool)
         self.segments = getattr(self.pool, "segments", None)
         self.req_pool = self.runner.req_to_token_pool
         self.page = args.page_size
         self.next_slot = self.page
+        # Row -> slot of the recurrent state that a hybrid model keeps for it.
+        self.state_slots = getattr(self.req_pool, "req_index_to_mamba_index_mapping", None)
+        self.is_hybrid = self.state_slots is not None
 
     def request(self, row: int, prefix: Request | None = None, cached: int = 0) -> Request:
         """Take a request row, sharing the first ``cached`` slots of ``prefix`` (a radix hit)."""
         self.req_pool.req_generation[row] += 1
         request = Request(row)
+        if self.is_hybrid:
+            self._take_state(row, prefix, cached)
         if prefix is not None:
             request.tokens = prefix.tokens[:cached]
             request.slots = prefix.slots[:cached]
             self._write_slots(request, 0)
         return request
+
+    def _take_state(self, row: int, prefix: Request | None, cached: int) -> None:
+        """As SGLang's scheduler does: states of the linear layers begin at zero, or as a copy."""
+        self.state_slots[row] = row
+        if prefix is not None:
+            assert cached == len(prefix.tokens), "states are kept of a whole request only"
+            old = self.state_slots[prefix.row : prefix.row + 1]
+            self.req_pool.mamba_pool.copy_from(old, self.state_slots[row : row + 1])
 
     def slots(self, n: int, held: list[int] = ()) -> list[int]:
         """n new slots of a request that holds ``held``: the rest of its last page, new pages."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from server import Server
-from tiny_models import VOCAB, llama, random_ids
+from tiny_models import VOCAB, llama, lora_adapter, random_ids
 
 from oscar_sglang import artifact as art
 
@@ -26,28 +23,6 @@ for name in ("tensor", "empty", "zeros", "ones", "full"):
     setattr(torch, name, unpinned(getattr(torch, name)))
 torch.Tensor.pin_memory = lambda self, *args: self
 """
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-RANK, ALPHA = 4, 8
-
-
-def make_adapter(model: Path, adapter: Path, merged: Path, seed: int) -> None:
-    """A random adapter in PEFT's format, and a copy of the model that has it merged in."""
-    generator = torch.Generator().manual_seed(seed)
-    weights, parts = load_file(model / "model.safetensors"), {}
-    for name, weight in list(weights.items()):
-        if name.split(".")[-2] in TARGETS:
-            a = torch.randn(RANK, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
-            b = torch.randn(weight.shape[0], RANK, generator=generator) / 4
-            stem = "base_model.model." + name.removesuffix(".weight")
-            parts[f"{stem}.lora_A.weight"], parts[f"{stem}.lora_B.weight"] = a, b
-            weights[name] = weight + (b @ a) * (ALPHA / RANK)
-    adapter.mkdir()
-    save_file(parts, adapter / "adapter_model.safetensors")
-    config = dict(peft_type="LORA", r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
-    merged.mkdir()
-    shutil.copy(model / "config.json", merged)
-    save_file(weights, merged / "model.safetensors", {"format": "pt"})
 
 
 def exact(model: Path, ids: list[int]) -> torch.Tensor:
@@ -64,7 +39,7 @@ def test_adapters_share_one_cache(tmp_path):
     folders = {None: model}
     for seed, name in enumerate(("one", "two")):
         folders[name] = tmp_path / f"merged-{name}"
-        make_adapter(model, tmp_path / name, folders[name], seed)
+        lora_adapter(model, tmp_path / name, folders[name], seed)
     (ids,) = (x.tolist() for x in random_ids(60))
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--skip-tokenizer-init"]
     flags += ["--oscar-artifact", str(tmp_path / "artifact.safetensors")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 256
+_PEAK = 8
 _COMMON = dict(
     vocab_size=VOCAB,
     hidden_size=128,
@@ -40,14 +43,35 @@ FAMILIES = {
         first_k_dense_replace=1,
         **_MOE,
     ),
+    # Gated DeltaNet in every other layer, output gate, RoPE on a quarter of the channels.
+    "qwen3-next": dict(
+        model_type="qwen3_next",
+        head_dim=64,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        **_MOE,
+    ),
 }
 
 
-def family(name: str, folder: Path, **changes) -> Path:
-    """One of ``FAMILIES``: random weights, biases included; ``changes`` to its config."""
+def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:
+    """One of ``FAMILIES``: random weights, biases included; ``changes`` to its config.
+
+    ``sharp``: distributions far from uniform, so that differences of them mean something.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**_COMMON, **FAMILIES[name], **changes})
-    return _write(AutoModelForCausalLM.from_config(config), folder)
+    model = AutoModelForCausalLM.from_config(config)
+    if sharp:
+        _sharpen(model)
+    return _write(model, folder)
 
 
 def llama(folder: Path) -> Path:
@@ -73,15 +97,51 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
+@torch.no_grad()
+def _sharpen(model) -> None:
+    """Logits and, unless there is QK-norm, attention scores of a size that does not depend on the
+    hidden size: neither flat nor so peaked that 2 bits turn everything around."""
+    for name, p in model.named_parameters():
+        if name.endswith("lm_head.weight"):
+            p.normal_(std=1.6 / p.shape[1] ** 0.5)
+        elif name.endswith(("q_proj.weight", "k_proj.weight")):
+            p.normal_(std=1.2 / _PEAK / p.shape[1] ** 0.5)
+
+
 def _write(model, folder: Path) -> Path:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                p.mul_(8)  # attention that is not uniform
+                p.mul_(_PEAK)  # attention that is not uniform
             elif name.endswith(".bias"):
                 p.normal_(std=0.5)  # they start as zeros
     model.save_pretrained(folder)
     return folder
+
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def lora_adapter(
+    model: Path, adapter: Path, merged: Path, seed: int, rank: int = 4, alpha: int = 8
+) -> None:
+    """A random adapter in PEFT's format, and a copy of the model that has it merged in."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, parts = load_file(model / "model.safetensors"), {}
+    for name, weight in list(weights.items()):
+        if name.split(".")[-2] in LORA_TARGETS:
+            a = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
+            b = torch.randn(weight.shape[0], rank, generator=generator) / 4
+            stem = "base_model.model." + name.removesuffix(".weight")
+            parts[f"{stem}.lora_A.weight"], parts[f"{stem}.lora_B.weight"] = a, b
+            weights[name] = weight + (b @ a) * (alpha / rank)
+    adapter.mkdir()
+    save_file(parts, adapter / "adapter_model.safetensors")
+    config = dict(peft_type="LORA", r=rank, lora_alpha=alpha, target_modules=list(LORA_TARGETS))
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    merged.mkdir()
+    shutil.copy(model / "config.json", merged)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
 
 
 def with_tokenizer(folder: Path) -> Path:

@@ -1,0 +1,35 @@
+"""Hybrid models: some layers keep a recurrent state; only the others have K and V to quantise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether some layers keep a state instead of K and V. ``config``: SGLang's ModelConfig."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(config) is not None
+
+
+def is_gated_delta_net(config: Any) -> bool:
+    """The one kind of state layers that int2 is tested beside."""
+    from sglang.srt.configs import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3NextConfig
+
+    kinds = (Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig)
+    return any(isinstance(c, kinds) for c in (config.hf_config, config.hf_text_config))
+
+
+def attention_layer_ids(kvc: Any) -> list[int]:
+    """The model's layers with K and V, from SGLang's ``KVCacheConfigurator``.
+
+    There is one pipeline stage: more are refused.
+    """
+    if kvc.mambaish_config is not None:
+        return list(kvc.mambaish_config.full_attention_layer_ids)
+    return list(range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
+
+
+def attention_pool(kv_cache: Any) -> Any:
+    """SGLang's KV pool, or the part of a hybrid model's that holds its attention layers."""
+    return getattr(kv_cache, "full_kv_pool", kv_cache)

@@ -1,0 +1,126 @@
+"""The kinds of model that ``check_models.py`` serves: tiny random weights, or a folder given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import VOCAB, edit_config, family, lora_adapter
+
+# Wide enough for the kernels that real models use: GQA of 4, 8-bit and 4-bit weight tiles.
+_SIZES = dict(
+    hidden_size=256,
+    intermediate_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    sharp=True,
+)
+ADAPTERS = ("one", "two", None)  # of the prompts of a batch, in turn; None: the model itself
+_AWQ_GROUP = 128
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs packed into one int32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``make(folder)`` writes the model; flags are SGLang's.
+
+    exact     more flags of the BF16 server only
+    adapters  LoRA names, used by the requests of a batch in turn
+    gpu       why it needs a GPU, where SGLang itself cannot serve it without one
+    """
+
+    make: Callable[[Path], object]
+    flags: Callable[[Path], list[str]] = lambda folder: []
+    exact: tuple[str, ...] = ()
+    adapters: tuple[str | None, ...] = (None,)
+    gpu: str | None = None
+
+
+def _tiny(name: str, **changes) -> Callable[[Path], object]:
+    return partial(family, name, **(_SIZES | changes))
+
+
+def _with_adapters(folder: Path) -> None:
+    family("llama-64", folder, **_SIZES)
+    for seed, name in enumerate(filter(None, ADAPTERS)):
+        lora_adapter(folder, folder / name, folder / f"{name}-merged", seed)
+
+
+def _adapter_flags(folder: Path) -> list[str]:
+    names = filter(None, ADAPTERS)
+    return ["--enable-lora", "--lora-paths", *(f"{name}={folder / name}" for name in names)]
+
+
+def _awq(folder: Path) -> None:
+    """A Llama with every linear layer of its blocks in AWQ's 4-bit format."""
+    family("llama-64", folder, head_dim=128, **_SIZES)
+    weights = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            weights |= _awq_tensors(name.removesuffix(".weight"), weight)
+        else:
+            weights[name] = weight.half()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    method = dict(quant_method="awq", version="gemm", bits=4, group_size=_AWQ_GROUP)
+    edit_config(folder, quantization_config={**method, "zero_point": True})
+
+
+def _awq_tensors(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Plain round-to-nearest of weight [out, in]; the format is what matters here."""
+    groups = weight.t().reshape(-1, _AWQ_GROUP, weight.shape[0])  # [in / group, group, out]
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    scale = (high - low) / 15
+    zero = (-low / scale).round().clamp(0, 15)
+    codes = (groups / scale + zero).round().clamp(0, 15).flatten(0, 1)
+    return {
+        f"{name}.qweight": _awq_pack(codes),
+        f"{name}.qzeros": _awq_pack(zero.squeeze(1)),
+        f"{name}.scales": scale.squeeze(1).half().contiguous(),
+    }
+
+
+def _awq_pack(codes: torch.Tensor) -> torch.Tensor:
+    """[n, out] of 0..15 -> int32 [n, out / 8]."""
+    eights = codes.to(torch.int64).unflatten(-1, (-1, 8))[..., _AWQ_ORDER]
+    words = (eights << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+_MOE = "SGLang routes experts with GPU kernels"
+KINDS = {
+    "llama-64": Kind(_tiny("llama-64")),
+    "qwen2-128": Kind(_tiny("qwen2", hidden_size=1024)),  # biased K; head_dim 1024 / 8
+    "qwen3-128": Kind(_tiny("qwen3")),  # QK-norm
+    "qwen3-moe-128": Kind(_tiny("qwen3-moe", head_dim=128), gpu=_MOE),
+    "glm4-moe-128": Kind(_tiny("glm4-moe", head_dim=128), gpu=_MOE),
+    "llama-256": Kind(_tiny("llama-256")),
+    "fp8-128": Kind(
+        _tiny("qwen3"),
+        lambda folder: ["--quantization", "fp8"],
+        gpu="FP8 matrix products",
+    ),
+    "awq-128": Kind(_awq, gpu="AWQ kernels"),
+    "lora-64": Kind(
+        _with_adapters, _adapter_flags, adapters=ADAPTERS, gpu="SGLang pins memory for adapters"
+    ),
+}
+
+
+def text_ids(folder: Path, vocab: int, text: Path) -> list[int]:
+    """Tokens of prompts: of ``text`` where the model has a tokenizer, else random ones."""
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text()).ids
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, vocab, (4000,), generator=generator).tolist()
+
+
+def vocabulary(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("vocab_size") or config["text_config"].get("vocab_size", VOCAB)
