@@ -19,6 +19,9 @@ DEFAULT_CODEC = "feedback"
 CODEC_NAMES = (
     "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd",
 )  # fmt: skip
+_COUNTS = (
+    "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
+)  # fmt: skip
 PREFIX_WINDOWS = ("reuse", "recompute")
 PREFIX = "oscar_"
 DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
@@ -40,7 +43,8 @@ class OscarConfig:
     scratch_tokens     prefix tokens materialised at a time during prefill
     prefix_window      after a prefix hit "recompute" the last ``recent_tokens`` of the prompt, or
                        "reuse" all that is cached, and read their recent window as codes
-    debug_tags         check every read against what was written (``debug_tags.py``; CPU only)
+    debug_tags         check reads against what was written (``debug_tags.py``, ``gpu_tags.py``)
+    debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
     """
 
     codec: str | None = None
@@ -51,13 +55,14 @@ class OscarConfig:
     scratch_tokens: int | None = None
     prefix_window: str = "recompute"
     debug_tags: bool = False
+    debug_tags_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in (None, *CODEC_NAMES):
             raise OscarError(
                 f"--oscar-codec {self.codec!r} is unknown; choose one of {', '.join(CODEC_NAMES)}"
             )
-        for name in ("sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OscarError(
@@ -71,6 +76,10 @@ class OscarConfig:
             )
         if not isinstance(self.debug_tags, bool):
             raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")
+        if self.debug_tags_every is not None and not self.debug_tags:
+            raise OscarError(
+                f"{flag('debug_tags_every')} needs {flag('debug_tags')}; add or drop it"
+            )
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> OscarConfig:
@@ -130,7 +139,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag("debug_tags"),
         action="store_true",
         default=None,
-        help="stop with an error if attention ever reads another token than it should (CPU, slow)",
+        help="stop with an error if attention ever reads another token than it should (slow)",
+    )
+    add(
+        flag("debug_tags_every"),
+        type=int,
+        metavar="N",
+        help="with --oscar-debug-tags on a GPU: check every N-th step (default 16; a CPU checks "
+        "every step)",
     )
 
 

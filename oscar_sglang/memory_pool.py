@@ -58,6 +58,7 @@ class OscarKVPool(MHATokenToKVPool):
     def __init__(self, *args, setup: PoolSetup, **kwargs) -> None:
         self.setup = setup
         self.counters = Counters()
+        self.tags: Any = None  # of --oscar-debug-tags, set by the attention backend
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
@@ -171,6 +172,7 @@ class OscarKVPool(MHATokenToKVPool):
             "bytes": parts,
             "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),
+            **({"debug_tags": self.tags.stats()} if self.tags else {}),
             **counters,
         }
 

@@ -39,10 +39,9 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     """
     refuse_options(server_args)
     refuse_page_size(server_args.page_size, server_args.device)
-    if config.debug_tags and server_args.device != "cpu":
+    if config.debug_tags_every is not None and server_args.device == "cpu":
         raise OscarError(
-            "--oscar-debug-tags checks the reference path only, which serves on a CPU; drop it or "
-            "add --device cpu"
+            "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
         )
     refuse_model(server_args.get_model_config())
     return config.with_artifact(*_find_artifact(server_args, config))
