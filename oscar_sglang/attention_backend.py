@@ -60,7 +60,7 @@ class OscarAttnBackend(AttentionBackend):
         self.tags: DebugTags | None = None
         if config_of(runner.server_args).debug_tags:
             table = self.req_to_token_pool.req_to_token
-            self.tags = DebugTags(self.pool.segments, table.shape[1])
+            self.tags = self.pool.tags = DebugTags(self.pool.segments, table.shape[1])
             logger.warning("oscar: debug tags are on: every read is checked, which is slow")
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

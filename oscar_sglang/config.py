@@ -19,6 +19,9 @@ DEFAULT_CODEC = "feedback"
 CODEC_NAMES = (
     "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd", "omni",
 )  # fmt: skip
+_COUNTS = (
+    "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
+)  # fmt: skip
 PREFIX_WINDOWS = ("reuse", "recompute")
 # Field -> the values of ``codec_omni.OPTIONS``, the default first.
 OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
@@ -44,7 +47,8 @@ class OscarConfig:
                        "reuse" all that is cached, and read their recent window as codes. Default:
                        recompute, but reuse in hybrid models: their linear layers can only go on
                        from where a state was kept, which is seldom ``recent_tokens`` earlier
-    debug_tags         check every read against what was written (``debug_tags.py``; CPU only)
+    debug_tags         check reads against what was written (``debug_tags.py``, ``gpu_tags.py``)
+    debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
                        paper's ablation (default: the artifact's, else with both)
     """
@@ -57,6 +61,7 @@ class OscarConfig:
     scratch_tokens: int | None = None
     prefix_window: str | None = None
     debug_tags: bool = False
+    debug_tags_every: int | None = None
     omni_norm: str | None = None
     omni_rotation: str | None = None
 
@@ -65,7 +70,7 @@ class OscarConfig:
             raise OscarError(
                 f"--oscar-codec {self.codec!r} is unknown; choose one of {', '.join(CODEC_NAMES)}"
             )
-        for name in ("sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OscarError(
@@ -79,6 +84,10 @@ class OscarConfig:
             )
         if not isinstance(self.debug_tags, bool):
             raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")
+        if self.debug_tags_every is not None and not self.debug_tags:
+            raise OscarError(
+                f"{flag('debug_tags_every')} needs {flag('debug_tags')}; add or drop it"
+            )
         for name, values in OMNI_CHOICES.items():
             value = getattr(self, name)
             if value not in (None, *values):
@@ -158,7 +167,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag("debug_tags"),
         action="store_true",
         default=None,
-        help="stop with an error if attention ever reads another token than it should (CPU, slow)",
+        help="stop with an error if attention ever reads another token than it should (slow)",
+    )
+    add(
+        flag("debug_tags_every"),
+        type=int,
+        metavar="N",
+        help="with --oscar-debug-tags on a GPU: check every N-th step (default 16; a CPU checks "
+        "every step)",
     )
     for name, what in (("omni_norm", "token norm"), ("omni_rotation", "rotation")):
         add(

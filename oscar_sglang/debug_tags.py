@@ -1,4 +1,5 @@
-"""``--oscar-debug-tags``: does attention read the tokens it believes it reads? (reference path)
+"""``--oscar-debug-tags``: does attention read the tokens it believes it reads? (reference path;
+``gpu_tags`` is the form for a GPU)
 
 Beside every place that holds a token (history slot, sink row, ring row, sink-cache row) the oracle
 keeps its own record of what was put there:
@@ -53,18 +54,19 @@ def chain(tokens: list[int], previous: int = _ROOT, start: int = 0) -> list[int]
 def checksum(*rows: torch.Tensor) -> torch.Tensor:
     """[T] int64 over the bytes of rows [T, ...]; NaN payloads count like any other byte."""
     data = torch.cat([r.contiguous().flatten(1).view(torch.uint8) for r in rows], -1).long()
-    weight = torch.arange(1, data.shape[1] + 1) * 0x9E3779B97F4A7C1 + 12345
+    index = torch.arange(1, data.shape[1] + 1, device=data.device)
+    weight = index * 0x9E3779B97F4A7C1 + 12345
     return ((data + 1) * weight).sum(-1)
 
 
 class Places:
     """What was put at each address of one store: chain, position (-1: nothing yet), bytes."""
 
-    def __init__(self, name: str, *shape: int) -> None:
+    def __init__(self, name: str, *shape: int, device="cpu") -> None:
         self.name = name
-        self.chain = torch.zeros(shape, dtype=torch.int64)
-        self.position = torch.full(shape, -1, dtype=torch.int64)
-        self.bytes = torch.zeros(shape, dtype=torch.int64)
+        self.chain = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.position = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.bytes = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def put(self, address, chains, positions, sums) -> None:
         self.chain[address], self.position[address] = chains, positions
@@ -109,8 +111,14 @@ class DebugTags:
         self.row_start = [0] * rows
         self.reads: list[Read] | None = None
         self.fresh: Fresh | None = None
-        self.checked_tokens = 0
+        self.checked_steps = self.checked_tokens = 0
         self._wrap()
+
+    def arm(self) -> None:
+        """Nothing to wait for: every read is watched from the start."""
+
+    def stats(self) -> dict[str, int]:
+        return {"every": 1} | {n: getattr(self, n) for n in ("checked_steps", "checked_tokens")}
 
     # -- what the stores are told and what they return ------------------------------------------
 
@@ -245,6 +253,7 @@ class DebugTags:
                 self._check_request(row, prefix, mine)
         if reads:
             raise OwnershipError(f"{len(reads)} reads of {reads[0].places.name}s by no request")
+        self.checked_steps += 1
 
     def _check_request(self, row: int, prefix: int, reads: list[Read]) -> None:
         low = max(self.row_start[row], prefix + 1 - self.n_recent)
@@ -312,11 +321,18 @@ def _compare(places, row, place_row, address, positions, chains, sums=None) -> N
         return
     i = int((wrong | changed).nonzero()[0])
     index = address[1] if isinstance(address, tuple) else address
-    where = f"{places.name} {int(index[i])}" + ("" if place_row is None else f" of row {place_row}")
-    held = int(places.position[address][i])
+    held, wanted = int(places.position[address][i]), int(positions[i])
+    text = complaint(places, place_row, int(index[i]), held, wanted, bool(wrong[i]))
+    raise OwnershipError(f"request row {row}, {text}")
+
+
+def complaint(places, place_row, index: int, held: int, wanted: int, foreign: bool) -> str:
+    """What is wrong with a place where position ``wanted`` should be: it holds a ``foreign`` token
+    (of position ``held``, -1: none), or other bytes."""
+    where = f"{places.name} {index}" + ("" if place_row is None else f" of row {place_row}")
     what = "no token" if held < 0 else f"position {held} of another sequence"
-    if not wrong[i]:
+    if not foreign:
         what = "other bytes than were written for it"
-    elif held == int(positions[i]):
+    elif held == wanted:
         what = f"position {held}, but of another sequence"
-    raise OwnershipError(f"request row {row}, position {int(positions[i])}: {where} holds {what}")
+    return f"position {wanted}: {where} holds {what}"

@@ -16,6 +16,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from .attention_backend import refuse_layer
+from .gpu_probe import Probe
+from .gpu_tags import DEFAULT_EVERY, GpuTags
+from .hooks import config_of
 from .kernels import cuda_store
 from .kernels.accumulate import accumulate
 from .kernels.decode import DecodeAttention, DecodeStep
@@ -76,6 +79,18 @@ class OscarGpuBackend(AttentionBackend):
         self.tokens: TokenBatch | None = None
         self.step: DecodeStep | None = None
         self.extend: ExtendPlan | None = None
+        self.tags: GpuTags | None = None
+        if config_of(runner.server_args).debug_tags:
+            self._watch(config_of(runner.server_args).debug_tags_every or DEFAULT_EVERY)
+
+    def _watch(self, every: int) -> None:
+        self.tags = self.pool.tags = GpuTags(self.pool.segments, self.req_to_token, every)
+        self.probe = Probe(self, self.tags)
+        logger.warning(
+            "oscar: debug tags are on: every write is recorded and every %d. step checked, which "
+            "is slow",
+            every,
+        )
 
     def _log_kernels(self) -> None:
         prefill = getattr(self.varlen, "__name__", type(self.varlen).__name__)
@@ -100,14 +115,40 @@ class OscarGpuBackend(AttentionBackend):
         fb = forward_batch
         if fb.forward_mode.is_idle():
             return
+        tags = self.tags if self.tags and self.tags.armed and not in_capture else None
+        if tags:
+            tags.seal()
         if fb.forward_mode.is_decode():
             self.extend = None
             if not in_capture:
                 padding = getattr(fb, "num_padding", 0)  # only a graph replay's view has it
                 self.pool.counters.demoted_tokens += fb.batch_size - padding
+                if tags:
+                    self._watch_decode(fb, fb.batch_size - padding)
             return
         self._start_requests(fb)
         self.extend = self._plan_extend(fb)
+        if tags:
+            self._watch_extend(fb)
+
+    def _watch_decode(self, fb: ForwardBatch, requests: int) -> None:
+        """``requests``: without a graph's padding."""
+        rows, ends = fb.req_pool_indices[:requests].long(), fb.seq_lens[:requests].long()
+        if self.tags.due():
+            self.tags.check(rows, ends - 1)
+            self.probe.decode(rows, ends - 1)
+        tokens, slots = fb.input_ids[:requests], fb.out_cache_loc[:requests]
+        self.tags.begin(rows, ends - 1, ends, tokens, slots)
+
+    def _watch_extend(self, fb: ForwardBatch) -> None:
+        rows, prefix = fb.req_pool_indices.long(), fb.extend_prefix_lens.long()
+        if self.tags.due():
+            self.tags.check(rows, prefix)
+            for tile in self.extend.tiles:
+                self.probe.extend(tile, rows, prefix, self.extend.hist_end)
+        total = fb.extend_num_tokens
+        tokens, slots = fb.input_ids[:total], fb.out_cache_loc[:total]
+        self.tags.begin(rows, prefix, fb.seq_lens.long(), tokens, slots)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         fb = forward_batch
@@ -160,6 +201,8 @@ class OscarGpuBackend(AttentionBackend):
                 started,
                 self.pool.device_counters,
             )
+        if self.tags and self.tags.armed:
+            self.tags.start(rows.long(), prefix_lens, started, list(fb.extend_prefix_lens_cpu))
 
     def _plan_extend(self, fb: ForwardBatch) -> ExtendPlan:
         prefix, fresh = list(fb.extend_prefix_lens_cpu), list(fb.extend_seq_lens_cpu)

@@ -150,7 +150,11 @@ def _available_bytes(result: int, self: Any, *_args: Any, **_kwargs: Any) -> int
 
 
 def _cell_size(original: Callable, self: Any, kvc: Any, num_layers: int) -> int:
-    return plan_of(kvc).bytes_per_token if enabled(kvc) else original(self, kvc, num_layers)
+    if not enabled(kvc):
+        return original(self, kvc, num_layers)
+    from .sizing import tag_bytes
+
+    return plan_of(kvc).bytes_per_token + tag_bytes(config_of(kvc.server_args), kvc.device)
 
 
 def _max_num_reqs(original: Callable, self: Any, token_capacity: int) -> int:

@@ -67,6 +67,7 @@ class OscarKVPool(MHATokenToKVPool):
         self.setup = setup
         self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
+        self.tags: Any = None  # of --oscar-debug-tags, set by the attention backend
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
@@ -181,6 +182,7 @@ class OscarKVPool(MHATokenToKVPool):
             "bytes": parts,
             "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),
+            **({"debug_tags": self.tags.stats()} if self.tags else {}),
             **counters,
         }
 

@@ -100,6 +100,13 @@ def make_plan(
     )
 
 
+def tag_bytes(config: OscarConfig, device: str) -> int:
+    """Device bytes a slot that ``--oscar-debug-tags`` takes beside the pool."""
+    from .gpu_tags import BYTES_PER_SLOT
+
+    return BYTES_PER_SLOT if config.debug_tags and device != "cpu" else 0
+
+
 def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
     """``make_plan`` from SGLang's ``KVCacheConfigurator``."""
     from sglang.srt.runtime_context import get_parallel, get_schedule

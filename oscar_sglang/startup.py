@@ -57,10 +57,14 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     """
     refuse_options(server_args)
     refuse_page_size(server_args.page_size, _codec_of(config))
-    if config.debug_tags and server_args.device != "cpu":
+    if config.debug_tags_every is not None and server_args.device == "cpu":
         raise OscarError(
-            "--oscar-debug-tags checks the reference path only, which serves on a CPU; drop it or "
-            "add --device cpu"
+            "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
+        )
+    if config.debug_tags and server_args.device != "cpu" and CODECS[_codec_of(config)].block > 1:
+        raise OscarError(
+            f"--oscar-debug-tags on a GPU does not know sealed blocks, so not codec "
+            f"{_codec_of(config)}; drop it or add --device cpu"
         )
     model = server_args.get_model_config()
     refuse_model(model)

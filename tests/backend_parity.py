@@ -1,9 +1,10 @@
 """Run by test_gpu_backend.py in a process of its own: the GPU backend against the reference.
 
-    python backend_parity.py MODEL CODEC
+    python backend_parity.py MODEL CODEC EVERY
 
 The GPU backend's Triton kernels run under the interpreter and FlashAttention is replaced
-by the reference. Prints one JSON object: relative differences of logits, sink-cache counters.
+by the reference. Its debug tags check every EVERY-th step. Prints one JSON object: relative
+differences of logits, sink-cache counters, what the tags have seen and what they say to faults.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
 
 import torch  # noqa: E402
 from inprocess import Runner  # noqa: E402
+
+from oscar_sglang.debug_tags import OwnershipError  # noqa: E402
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
 # blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
@@ -42,7 +45,40 @@ def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]
     return out
 
 
-def main(model: str, codec: str) -> None:
+def move_ring(runner: Runner) -> None:
+    """What the kernels take for the ring is one row off; the store itself is not."""
+    view = runner.runner.attn_backend.views[0]
+    moved = view._replace(ring_k=view.ring_k.roll(1, 1))
+    runner.runner.attn_backend.views[0] = moved
+
+
+def faults(runner: Runner) -> dict[str, str]:
+    """Name of a fault -> what stopped the step that would have followed, and did not begin."""
+    runner.pool.tags.every = 1
+    ids = torch.randint(0, 256, (80,), generator=torch.Generator().manual_seed(3)).tolist()
+    backend, windows, said = runner.runner.attn_backend, runner.segments.windows, {}
+    request = runner.request(1)
+    runner.extend((request, ids[:60]))
+    runner.decode((request, ids[60]))  # records what the prompt has written
+    for name, damage, step in (
+        ("attend reads elsewhere", move_ring, "decode"),
+        ("materialise reads elsewhere", move_ring, "extend"),
+        ("ring begins elsewhere", lambda *_: windows.recent_start[1].add_(50), "extend"),
+        ("ring row overwritten", lambda *_: windows.recent_v[0][1].zero_(), "decode"),
+    ):
+        sound = list(backend.views), windows.recent_start.clone()
+        damage(runner)
+        try:
+            getattr(runner, step)((request, ids[61] if step == "decode" else ids[61:]))
+            said[name] = "nothing"
+        except OwnershipError as error:
+            said[name] = str(error)
+        backend.views[:], windows.recent_start[:] = sound
+        del request.tokens[61:], request.slots[61:]
+    return said
+
+
+def main(model: str, codec: str, every: str) -> None:
     runner = Runner(
         model,
         "auto",
@@ -78,10 +114,16 @@ def main(model: str, codec: str) -> None:
     backend = OscarGpuBackend(runner.runner)
     prefix_tiles._MIN_SPLIT, backend.query_blocks = 5, 8  # several splits of a few keys each
     runner.runner.attn_backend = backend
+    if watched := block == 1:  # sealed blocks are watched on the reference path only
+        backend._watch(int(every))
+        runner.pool.tags.arm()
     got = scenario(runner, 5, lengths)
+    tags = runner.pool.stats()["debug_tags"] if watched else None
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]
     counts = (runner.pool.device_counters - reference_counts).tolist()
-    print(json.dumps({"differences": differences, "counts": [reference_counts.tolist(), counts]}))
+    result = {"differences": differences, "counts": [reference_counts.tolist(), counts]}
+    result |= {"tags": tags, "faults": faults(runner) if codec == "feedback" else {}}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

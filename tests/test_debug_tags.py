@@ -139,11 +139,19 @@ def test_the_flag():
         OscarConfig.from_options({"oscar_debug_tags": "yes"})
 
 
-def test_refused_on_a_gpu():
+def test_the_interval():
+    config = OscarConfig.from_options({"oscar_debug_tags": True, "oscar_debug_tags_every": 4})
+    assert config.debug_tags_every == 4
+    for value, wrong in ((0, True), (4, None)):
+        with pytest.raises(OscarError, match="--oscar-debug-tags-every"):
+            OscarConfig.from_options({"oscar_debug_tags": wrong, "oscar_debug_tags_every": value})
+
+
+def test_no_interval_on_a_cpu():
     from types import SimpleNamespace
 
     from oscar_sglang.startup import finish_arguments
 
-    args = SimpleNamespace(device="cuda", page_size=16)
-    with pytest.raises(OscarError, match="--oscar-debug-tags checks the reference path only"):
-        finish_arguments(args, OscarConfig(debug_tags=True))
+    args = SimpleNamespace(device="cpu", page_size=1)
+    with pytest.raises(OscarError, match="checks every step on a CPU"):
+        finish_arguments(args, OscarConfig(debug_tags=True, debug_tags_every=4))

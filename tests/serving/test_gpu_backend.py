@@ -13,23 +13,43 @@ import tiny_models
 pytestmark = pytest.mark.sglang
 
 
+SAID = {
+    "attend reads elsewhere": "the attend kernel is",
+    "materialise reads elsewhere": "the materialise kernel gives another K row",
+    "ring row overwritten": "holds other bytes than were written for it",
+    "ring begins elsewhere": "its ring begins at position 50, expected 0",
+}
+
+
 @pytest.mark.parametrize(
-    "codec, make",
+    "codec, make, every",
     [
-        ("feedback", tiny_models.qwen3),
-        ("compact", tiny_models.llama),
-        ("omni", tiny_models.llama),
+        ("feedback", tiny_models.qwen3, 2),
+        ("compact", tiny_models.llama, 4),
+        ("omni", tiny_models.llama, 0),
     ],
 )
-def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, make):
+def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, make, every):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
     model = make(tmp_path / "model")
     script = Path(__file__).parents[1] / "backend_parity.py"
     done = subprocess.run(
-        [sys.executable, script, model, codec], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, script, model, codec, str(every)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     result = json.loads(done.stdout.splitlines()[-1])
     # Both store the same codes; logits differ by float32 rounding and FP16 operands of attend.
     assert max(result["differences"]) < 2e-3, result["differences"]
     reference, gpu = result["counts"]
     assert reference == gpu and reference[0] > 0 and reference[2] == 2
+    tags = result["tags"]
+    if codec == "omni":
+        assert tags is None
+        return
+    assert tags["steps"] == every * tags["checked_steps"] == len(result["differences"])
+    assert tags["checked_tokens"] * every > 1000 and tags["probed_requests"] * every > 12
+    for fault, words in SAID.items() if result["faults"] else ():
+        assert words in result["faults"][fault], result["faults"]
+    assert bool(result["faults"]) == (codec == "feedback")

@@ -1,0 +1,168 @@
+"""The GPU form of the ownership oracle, on CPU tensors: silent on a sound pool, names damage."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from test_debug_tags import DAMAGE, WINDOWS, overwrite, sequence
+from test_reference import Pool
+
+from oscar_sglang.debug_tags import OwnershipError
+from oscar_sglang.gpu_tags import Flat, GpuTags, link
+from oscar_sglang.kernels import reference
+
+
+class Watched(Pool):
+    """The reference tests' pool; every step is checked before it runs."""
+
+    def __init__(self, **kwargs):
+        super().__init__(WINDOWS, **kwargs)
+        self.tags = GpuTags(self.seg, self.req_to_token, every=1)
+
+    def begin(self, seq, prefix):
+        self.tags.seal()
+        super().start(seq, prefix)
+        row, length = torch.tensor([seq.row]), torch.tensor([prefix])
+        self.tags.start(row, length, torch.tensor([True]), [prefix])
+        return seq
+
+    def forward(self, *work, between=lambda: None):
+        rows, prefix, ends = torch.tensor([(s.row, p, e) for s, p, e in work]).unbind(1)
+        slots = torch.cat([s.slots[p:e] for s, p, e in work])
+        tokens = torch.cat([s.tokens[p:e] for s, p, e in work])
+        self.tags.seal()
+        between()
+        assert self.tags.due()
+        self.tags.check(rows, prefix)
+        self.tags.begin(rows, prefix, ends, tokens, slots)
+        self.step(*work)
+
+
+@pytest.fixture
+def pool():
+    return Watched()
+
+
+@pytest.fixture
+def seq(pool):
+    seq = pool.begin(sequence(60, row=1, seed=5), 0)
+    pool.forward((seq, 0, 40))
+    return seq
+
+
+def test_a_sound_pool_is_silent(pool, seq):
+    pool.forward((seq, 40, 47))
+    turn = sequence(60, row=2, seed=5, slots=seq.slots.clone())
+    turn.slots[45:] = torch.tensor([pool.free.pop() for _ in range(15)])
+    pool.begin(turn, 45)
+    padding = sequence(1, row=0, seed=9, slots=torch.tensor([0]))
+    pool.forward((turn, 45, 60), (seq, 47, 48), (padding, 0, 1), (padding, 0, 1))
+    assert pool.tags.stats() == {
+        "every": 1, "steps": 3, "checked_steps": 3, "checked_tokens": 132, "probed_requests": 0
+    }  # fmt: skip
+
+
+# What the CPU form finds only by the segment that was really read.
+WORDS = {
+    "a boundary that moved": "row 1: its ring begins at position 30, expected 0",
+    "a slot table that is off by one": "position 0: history slot .* holds no token",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(pool, seq, name):
+    damage, message = DAMAGE[name]
+    if damage is overwrite:
+        damage(pool, seq)
+        damage = lambda *_: None  # noqa: E731
+    with pytest.raises(OwnershipError, match=WORDS.get(name, message)):
+        pool.forward((seq, 40, 41), between=lambda: damage(pool, seq))
+
+
+def test_a_prefix_hit_on_foreign_slots(pool, seq):
+    other = pool.begin(sequence(30, row=2, seed=6), 0)
+    pool.forward((other, 0, 30))
+    mixed = torch.cat([seq.slots[:10], other.slots[10:20], seq.slots[20:]])
+    with pytest.raises(OwnershipError, match="position 10.*but of another sequence"):
+        pool.begin(sequence(60, row=3, seed=5, slots=mixed), 20)
+
+
+def test_a_restored_sink_that_is_not_the_cached_one(pool, seq):
+    pool.tags.seal()
+    pool.seg.sinks.k[0].add_(1)
+    with pytest.raises(OwnershipError, match="sink-cache row .* holds other bytes"):
+        pool.begin(sequence(60, row=3, seed=5, slots=seq.slots), 20)
+
+
+def test_a_row_that_changed_hands_unnoticed(pool, seq):
+    foreign = sequence(60, row=2, seed=5, slots=seq.slots)
+    pool.give_slots(foreign)
+    with pytest.raises(OwnershipError, match="continues at position 40, but 0 of its tokens"):
+        pool.forward((foreign, 40, 41))
+
+
+def test_slots_of_a_whole_other_sequence(pool, seq):
+    """Unbroken from position 0, and still not this request's."""
+    other = pool.begin(sequence(40, row=2, seed=6), 0)
+    pool.forward((other, 0, 40))
+    pool.req_to_token[1, :40] = other.slots.int()
+    with pytest.raises(OwnershipError, match="row 1: its 40 slots are another's"):
+        pool.forward((seq, 40, 41))
+
+
+def test_chains():
+    def chains(*sequences):
+        lens = torch.tensor([len(s) for s in sequences])
+        flat = Flat.of(torch.zeros_like(lens), lens, int(lens.sum()))
+        return flat.chains(torch.cat([torch.tensor(s) for s in sequences]), 0).split(lens.tolist())
+
+    a, b, c = chains([1, 2, 3], [1, 2, 4], [2, 1, 3])
+    assert torch.equal(a[:2], b[:2]) and a[2] != b[2] and a[1] != c[1] and a[2] != c[2]
+    rest = Flat.of(torch.tensor([2]), torch.tensor([1]), 1).chains(torch.tensor([3]), a[1])
+    assert torch.equal(rest, a[2:])
+    grid = torch.cartesian_prod(torch.arange(300), torch.arange(300))
+    assert len(set(link(*grid.unbind(1)).tolist())) == 90000
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("page", (1, 16))
+def test_random_walks(page):
+    """The walk of test_ownership under both forms of the oracle at once."""
+    from pool_machine import Machine
+
+    machines = []
+    for seed in range(2):
+        machine = Machine(seed, random.Random(seed).choice((3, 24)), page=page, n_sink=20)
+        machine.tags = Both(machine)
+        machine.run(120)
+        machine.check_idle()
+        machines.append(machine)
+    assert sum(m.tags.gpu.checked_tokens for m in machines) > 500
+    assert sum(m.counts["hits"] for m in machines) > 2
+
+
+class Both:
+    """What ``Machine`` calls, on the form for a CPU and on that for a GPU."""
+
+    def __init__(self, machine) -> None:
+        self.cpu = machine.tags
+        self.gpu = GpuTags(machine.seg, machine.rows.req_to_token, every=1)
+
+    def start(self, row, slots):
+        self.cpu.start(row, slots)
+        prefix = torch.tensor([len(slots)])
+        self.gpu.seal()
+        self.gpu.start(torch.tensor([row]), prefix, torch.tensor([True]), prefix.tolist())
+
+    def begin(self, batch: reference.Batch, tokens, table):
+        self.cpu.begin(batch, tokens, table)
+        reads, self.cpu.reads = self.cpu.reads, None  # what the other form reads is no attention
+        self.gpu.seal()
+        self.gpu.check(batch.rows, batch.prefix_lens)
+        self.cpu.reads = reads
+        self.gpu.begin(batch.rows, batch.prefix_lens, batch.seq_lens, tokens, batch.slots)
+
+    def check_reads(self):
+        self.cpu.check_reads()
