@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent / "triton_kernels"
-POOL_TESTS = ("test_reference.py", "test_debug_tags.py", "test_faults.py", "test_ownership.py")
-KERNEL_FILES = ("store_windows", "store", "attend", "materialise")
+POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test_faults.py")
+POOL_TESTS += ("test_ownership.py",)
+KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
 SKIP = "not calibrat and not cache and not disk"
 
@@ -93,6 +94,23 @@ POOL_FAULTS = {
         "exact_from = max(n_sink, hist_end)",
         "exact_from = max(n_sink, hist_end - 1)",
     ),
+    "history ends inside a block": Fault("reference.py", "low = low + (-low) % block", "low += 0"),
+    "a block sealed before its last token": Fault(
+        "reference.py", "seq_len - block + 1, block)", "seq_len - block + 2, block)"
+    ),
+    "a block sealed from other ring rows": Fault(
+        "reference.py", "torch.arange(first, fresh_from", "torch.arange(first - 1, fresh_from - 1"
+    ),
+    "a block sealed after its chunk went to the ring": Fault(
+        "reference.py",
+        "    if seg.spec.block > 1:\n        seal(seg,",
+        "    where = batch.token_rows, batch.positions, batch.ends\n"
+        "    seg.windows.write(layer, *where, k_rot, v_rot)\n"
+        "    if seg.spec.block > 1:\n        seal(seg,",
+    ),
+    "channels of the next page": Fault(
+        "reference.py", "channels[layer][slots // seg", "channels[layer][1 + slots // seg"
+    ),
     "empty segment not guarded": Fault(
         "reference.py", "torch.where(total > 0, 1 / total, torch.zeros_like(total))", "1 / total"
     ),
@@ -123,6 +141,18 @@ KERNEL_FAULTS = {
     ),
     "attend: a row too many of history": Fault(
         "attend.py", "(pos >= lo_pos) & (pos < end)", "(pos >= lo_pos) & (pos <= end)"
+    ),
+    "seal: a sink token widens the ranges": Fault("seal.py", "(pos >= n_sink) |", "(pos >= 0) |"),
+    "seal: fresh tokens of another request": Fault(
+        "seal.py", "fresh & (tl.load(rows + source, fresh, 0) == row)", "fresh"
+    ),
+    "seal: padding is sealed": Fault("seal.py", " & (row > 0)", ""),
+    "seal: ring row one off": Fault("seal.py", "+ pos % n_recent)", "+ (pos + 1) % n_recent)"),
+    "attend: channels of the first page": Fault(
+        "attend.py", "tl.max(tl.where(ok, slot // PAGE, 0), 0)", "tl.min(slot // PAGE, 0)"
+    ),
+    "attend: 32 tokens of one page": Fault(
+        "attend.py", "16 if FORM == CHANNEL else TILE_TOKENS", "TILE_TOKENS"
     ),
     "attend: reference moved, sum not": Fault("attend.py", "acc * fade[:, None], p", "acc, p"),
     "attend: queries see later tokens": Fault(

@@ -37,6 +37,8 @@ def test_every_field_has_a_flag():
     "options, words",
     [
         ({"oscar_sink_tokens": 0}, "--oscar-sink-tokens"),
+        ({"oscar_omni_norm": "row"}, "--oscar-omni-norm 'row' is unknown; choose head or none"),
+        ({"oscar_omni_norm": "none", "oscar_codec": "lloyd"}, "belongs to codec omni"),
         ({"oscar_recent_tokens": -1}, "--oscar-recent-tokens"),
         ({"oscar_prefix_window": "half"}, "--oscar-prefix-window 'half'.*reuse, recompute"),
         ({"oscar_recent_tokens": 1.5}, "whole number"),

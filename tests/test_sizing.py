@@ -49,6 +49,18 @@ def test_more_requests_than_the_tokens_can_serve_get_no_windows():
     assert plan(100, tokens=10**7).rows - 1 == 203
 
 
+def test_a_block_codec_pays_for_a_ring_that_ends_at_a_block():
+    """256 exact tokens whatever is left of the last block: 127 rows more a request."""
+    p = make_plan(
+        OscarConfig(codec="omni"), **QWEN3_8B, budget_bytes=55 * GB, max_running_requests=8,
+        device="cuda", context_length=40960,
+    )  # fmt: skip
+    assert p.windows.n_recent == 256 + 127 and p.history.block == 128
+    assert p.window_bytes == 36 * 9 * (64 + 383) * 8 * 2 * 128 * 2
+    # The allocator's slots, K and V codes, a norm and V's step and lo, and channels of a page.
+    assert p.history_bytes(10 * 128) == 36 * 8 * 10 * (128 * (64 + 6) + 128 * 4)
+
+
 def test_a_fixed_sink_cache_is_not_charged_to_requests():
     assert plan(55, sink_cache_tokens=1000).rows > plan(55).rows
 

@@ -116,13 +116,13 @@ def test_flush_empties_the_gauges(server):
     agree(after, server.state())
 
 
-@pytest.mark.parametrize("n_sink,n_recent", [(4, 6), (1, 1), (8, 3)])
-def test_window_tokens_is_what_attention_reads_exactly(n_sink, n_recent):
+@pytest.mark.parametrize("n_sink,n_recent,block", [(4, 6, 1), (1, 1, 1), (8, 3, 1), (5, 9, 8)])
+def test_window_tokens_is_what_attention_reads_exactly(n_sink, n_recent, block):
     """Against the reference: a decode step reads all but [n_sink, hist_end) exactly."""
     windows = WindowLayout(n_sink, n_recent)
-    for start in range(25):
+    for start in range(0, 25, block):
         for length in range(start + 1, 40):  # at least one token is its own
             step = torch.tensor([length - 1])
-            end = int(history_end(step, torch.tensor([start]), windows))
+            end = int(history_end(step, torch.tensor([start]), windows, block))
             exact = length - max(0, end - n_sink)
-            assert window_tokens([(start, length)], windows) == exact, (start, length)
+            assert window_tokens([(start, length)], windows, block) == exact, (start, length)
