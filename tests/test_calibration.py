@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, edit_config, llama, qwen3, random_ids
+from tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 from oscar_sglang import artifact as art
 from oscar_sglang import config
@@ -385,3 +385,14 @@ def test_cache_directory_precedence(monkeypatch):
     assert config.cache_dir() == Path("/b/oscar_sglang")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert config.cache_dir() == Path.home() / ".cache/oscar_sglang"
+
+
+def test_a_hybrid_model_has_statistics_of_its_attention_layers(tmp_path):
+    model = family("qwen3-next", tmp_path)
+    made = calibrate(model, tokens=128, n_sink=8)
+    assert made.fingerprint == art.Fingerprint.of(model) and len(made.layers) == 2
+    # The same two, whichever way the config names them; others are all attention.
+    edit_config(model, layer_types=None)
+    assert art.Fingerprint.of(model).layers == 2
+    edit_config(model, full_attention_interval=None)
+    assert art.Fingerprint.of(model).layers == 4

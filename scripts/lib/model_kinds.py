@@ -32,6 +32,8 @@ class Kind:
     exact     more flags of the BF16 server only
     adapters  LoRA names, used by the requests of a batch in turn
     gpu       why it needs a GPU, where SGLang itself cannot serve it without one
+    sinks     exact first tokens of the run "wide"
+    hits      cases whose prefix must be found in the cache
     """
 
     make: Callable[[Path], object]
@@ -39,6 +41,8 @@ class Kind:
     exact: tuple[str, ...] = ()
     adapters: tuple[str | None, ...] = (None,)
     gpu: str | None = None
+    sinks: int = 512
+    hits: tuple[str, ...] = ("hit", "turn")
 
 
 def _tiny(name: str, **changes) -> Callable[[Path], object]:
@@ -91,6 +95,15 @@ def _awq_pack(codes: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
+def _hybrid(head_dim: int, **more) -> Kind:
+    """Sizes that SGLang's kernels for linear attention are made for. They go on only from where a
+    state was kept, every 64 tokens of a prompt's end: prefixes are found there, or not at all."""
+    sizes = dict(linear_key_head_dim=128, linear_value_head_dim=128, head_dim=head_dim)
+    make = _tiny("qwen3-next", **sizes)
+    return Kind(make, gpu="kernels for linear attention", sinks=1024, hits=("turn",), **more)
+
+
+_TRITON = ("--attention-backend", "triton")  # a FlashAttention-3 build may lack head_dim 256
 _MOE = "SGLang routes experts with GPU kernels"
 KINDS = {
     "llama-64": Kind(_tiny("llama-64")),
@@ -98,7 +111,9 @@ KINDS = {
     "qwen3-128": Kind(_tiny("qwen3")),  # QK-norm
     "qwen3-moe-128": Kind(_tiny("qwen3-moe", head_dim=128), gpu=_MOE),
     "glm4-moe-128": Kind(_tiny("glm4-moe", head_dim=128), gpu=_MOE),
-    "llama-256": Kind(_tiny("llama-256")),
+    "llama-256": Kind(_tiny("llama-256"), exact=_TRITON),
+    "qwen3-next-128": _hybrid(128),
+    "qwen3-next-256": _hybrid(256, exact=_TRITON),
     "fp8-128": Kind(
         _tiny("qwen3"),
         lambda folder: ["--quantization", "fp8"],

@@ -42,6 +42,12 @@ MODELS = {
         "linear_value_head_dim": 32,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "short convolution": {
+        **LLAMA,
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+    },
     "mla": {
         **LLAMA,
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -220,15 +226,18 @@ def test_refused_before_weights_load(results, name):
     assert "Load weight" not in result["output"]
 
 
-def test_hybrid_linear_attention_is_refused(tmp_path):
+def test_other_hybrid_models_are_refused(tmp_path):
     """SGLang itself stops such models on a CPU, earlier and for another reason."""
     from sglang.srt.configs.model_config import ModelConfig
 
     from oscar_sglang.config import OscarError
     from oscar_sglang.refusals import refuse_model
 
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["hybrid"]))
-    with pytest.raises(OscarError, match="linear-attention layers.*drop --kv-cache-dtype int2"):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODELS["hybrid"]))
+    refuse_model(ModelConfig(str(tmp_path)))
+    path.write_text(json.dumps(MODELS["short convolution"]))
+    with pytest.raises(OscarError, match="convolution.*not tested.*drop --kv-cache-dtype int2"):
         refuse_model(ModelConfig(str(tmp_path)))
 
 
