@@ -5,16 +5,19 @@
 
 starts a server for every page size, with the flags after ``--``, and runs every concurrency on it.
 ``--port PORT`` instead of ``--model`` uses a server that is running, idle, on this machine; its
-prefix cache is flushed. A small ``--max-total-tokens`` makes eviction and retraction. Prompts are
-pieces of ``--tokens FILE.npz`` (arrays of token ids), else random ids below ``--vocab``; a trained
-model needs text, because its answers to random ids hardly depend on them.
+prefix cache is flushed. A small ``--max-total-tokens`` makes eviction, and with
+``--schedule-conservativeness 0.01`` retraction (SGLang then admits requests without room for their
+answers); ``--retract-every N`` makes SGLang retract requests every N-th step. Prompts are pieces
+of ``--tokens FILE.npz`` (arrays of token ids), else random ids below ``--vocab``; a trained model
+needs text, because its answers to random ids hardly depend on them.
 Where exact sink rows get lost in a small sink cache, hits of equal length differ, too: give
 ``--oscar-sink-cache-tokens`` as many as slots to have only rounding left there.
 
 The report: sessions that differ and the KL at their first differing token (``lib/agents.py`` says
 what a tie, a drift and corruption are), GPU and host memory and slots in use before and after,
-retractions and errors in the server's log. Exit status 1 if a session is corrupt, a slot was not
-given back, the log has an error, or GPU memory grew by more than --growth-mb.
+retractions and errors in the server's log, what ``--oscar-debug-tags`` checked. Exit status 1 if a
+session is corrupt or was not compared within ``--seconds``, a slot was not given back, the log has
+an error, or GPU memory grew by more than --growth-mb.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -41,6 +45,7 @@ from endurance import device_name, gpu_used  # noqa: E402
 from server import Client, Server  # noqa: E402
 
 ERRORS = ("memory leak detected", "double free", "use-after-free", "Traceback", "OwnershipError")
+RETRACTED = re.compile(r"(pool is full|Testing retract)\S*.*#retracted_reqs: (\d+)")
 MB = 2**20
 
 
@@ -58,6 +63,8 @@ def parse() -> argparse.Namespace:
     for name in ("turn_tokens", "answer_tokens"):
         p.add_argument("--" + name.replace("_", "-"), type=int, nargs=2, default=getattr(d, name))
     p.add_argument("--hangups", type=float, default=d.hangups, help="share of abandoned requests")
+    p.add_argument("--retract-every", type=int, metavar="N", help="with --model: SGLang's own test")
+    p.add_argument("--seconds", type=float, help="begin no comparison later than this after a run")
     p.add_argument("--tokens", type=Path, help="token archive that prompts are cut from")
     p.add_argument("--growth-mb", type=float, default=64, help="GPU memory that may be added")
     p.add_argument("--commit", help="commit to report where there is no git")
@@ -66,8 +73,8 @@ def parse() -> argparse.Namespace:
     cut = own.index("--") if "--" in own else len(own)
     args = p.parse_args(own[:cut])
     args.flags = own[cut + 1 :]
-    if args.port and (args.flags or args.page_sizes):
-        p.error("server flags and --page-sizes need --model")
+    if args.port and (args.flags or args.page_sizes or args.retract_every):
+        p.error("server flags, --page-sizes and --retract-every need --model")
     return args
 
 
@@ -86,7 +93,8 @@ def usage(client: Client) -> dict:
     client.abort_all()
     client.flush()
     state = client.internal_state().get("oscar", {})
-    used = {k: state[k] for k in ("history_tokens", "tokens_capacity") if k in state}
+    names = ("history_tokens", "tokens_capacity", "debug_tags")
+    used = {k: state[k] for k in names if k in state}
     if (gpu := gpu_mb()) is not None:
         used["gpu_mb"] = gpu
     if isinstance(client, Server):
@@ -96,12 +104,14 @@ def usage(client: Client) -> dict:
     return used
 
 
-def run(client: Client, work: Workload, concurrency: int, text: list[int] | None) -> dict:
+def run(
+    client: Client, work: Workload, concurrency: int, text: list[int] | None, seconds: float | None
+) -> dict:
     """One workload. A few sessions go first: they compile kernels and fill allocators."""
     say = print if sys.stdout.isatty() else lambda _: None
     simulate(client, replace(work, sessions=min(concurrency, 8), turns=2), concurrency, text=text)
     before, begin = usage(client), time.perf_counter()
-    result = simulate(client, work, concurrency, say, text)
+    result = simulate(client, work, concurrency, say, text, seconds)
     result["seconds"] = round(time.perf_counter() - begin, 1)
     result |= {"before": before, "after": usage(client)}
     return result
@@ -116,14 +126,21 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[Client, dict]]:
     for page in args.page_sizes or [None]:
         flags = [*args.flags, *(["--page-size", str(page)] if page else [])]
         log = args.log_dir / f"server-page-{page or 'default'}.log"
-        with Server(args.model, log, *flags) as server:
+        with Server(args.model, log, *flags, env=retraction(args)) as server:
             yield server, {"page_size": server.internal_state()["page_size"], "flags": flags}
+
+
+def retraction(args: argparse.Namespace) -> dict[str, str]:
+    every = args.retract_every
+    return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)} if every else {}
 
 
 def problems(result: dict, growth_mb: float) -> list[str]:
     """What makes a run a failure, in words."""
     before, after = result["before"], result["after"]
     found = [f"{result['corrupt']} corrupt turns"] if result["corrupt"] else []
+    if result["compared_sessions"] < (wanted := result["workload"]["sessions"]):
+        found.append(f"{result['compared_sessions']} of {wanted} sessions compared in time")
     if after.get("history_tokens"):
         found.append(f"{after['history_tokens']} slots not given back")
     if after.get("tokens_capacity") != before.get("tokens_capacity"):
@@ -138,8 +155,12 @@ def from_log(client: Client) -> dict:
     if not isinstance(client, Server):
         return {}
     text = client.log.read_text(errors="replace")
-    retractions = text.count("KV cache pool is full. Retract requests")
-    return {"log": {"retractions": retractions, "errors": [e for e in ERRORS if e in text]}}
+    found = {"pool is full": 0, "Testing retract": 0}
+    for why, requests in RETRACTED.findall(text):
+        found[why] += int(requests)
+    full, forced = found.values()
+    errors = [e for e in ERRORS if e in text]
+    return {"log": {"retractions": full, "forced_retractions": forced, "errors": errors}}
 
 
 def provenance(args: argparse.Namespace) -> dict:
@@ -167,7 +188,9 @@ def main() -> int:
     report = {**provenance(args), "runs": []}
     for client, about in servers(args):
         for concurrency in args.concurrency:
-            result = {**about, **run(client, work, concurrency, text)} | from_log(client)
+            result = {**about, **run(client, work, concurrency, text, args.seconds)} | from_log(
+                client
+            )
             result["problems"] = problems(result, args.growth_mb)
             report["runs"].append(result)
             short = {k: v for k, v in result.items() if k not in ("workload", "differences")}

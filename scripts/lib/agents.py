@@ -24,6 +24,7 @@ import json
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -207,8 +208,13 @@ def simulate(
     concurrency: int,
     say: Callable[[str], None] = lambda _: None,
     text: list[int] | None = None,
+    seconds: float | None = None,
 ) -> dict:
-    """Run a workload, then every session alone on an empty cache; a JSON-ready report."""
+    """Run a workload, then every session alone on an empty cache; a JSON-ready report.
+
+    seconds  after the start no further session is compared (``compared_sessions`` says how many)
+    """
+    started, compared = time.monotonic(), 0
     sessions = plan(w, text)
     client.flush()
     with ThreadPoolExecutor(concurrency) as pool:
@@ -217,6 +223,9 @@ def simulate(
     foreign = foreign_kl(sessions)
     differences, noise = [], {True: [], False: []}
     for s, turns in enumerate(sessions):
+        if seconds is not None and time.monotonic() - started > seconds:
+            break
+        compared += 1
         client.flush()
         comparable, large = True, []
         for t, turn in enumerate(turns):
@@ -233,7 +242,8 @@ def simulate(
         differences += [probe(client, *found, w.top) for found in large]
         say(f"session {s} alone: {sum(d.session == s for d in differences)} turns differ")
     client.flush()
-    return report(w, concurrency, sessions, differences, noise, *matching(client))
+    found = report(w, concurrency, sessions, differences, noise, *matching(client))
+    return found | {"compared_sessions": compared}
 
 
 def matching(client: Client) -> tuple[int, int]:
