@@ -100,8 +100,7 @@ class OscarGpuBackend(AttentionBackend):
         else:
             logger.warning(
                 "oscar: decode attention in portable Triton, which is slower: the CUDA kernels "
-                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer, an NVRTC library "
-                "and a codec whose keys share no metadata"
+                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer and an NVRTC library"
             )
         if not cuda_store.has_codec(self.pool.segments.spec):
             logger.warning(

@@ -100,13 +100,14 @@ class Cache:
             batch, context, kv_heads, group, dim,
         )  # fmt: skip
         self.windows = windows or WindowLayout()
-        self.page = page
-        spec = codec.CODECS[codec_name]
+        spec = {**codec.CODECS, "omni": codec.OMNI}[codec_name]
         self.layout = layout = spec.layout(kv_heads, dim)
+        self.page = page = max(page, spec.block)
+        unit = max(64, page)
         self.copies = max(1, min(48, math.ceil(COLD_BYTES / self.needed_bytes())))
         requests = self.copies * batch
-        self.tokens = -(-context // 64) * 64
-        slots = requests * self.tokens + 64
+        self.tokens = -(-context // unit) * unit
+        slots = requests * self.tokens + unit
         store = HistoryStore(layout, 1, slots, DEV)
         self._randomise(store, spec.meta)
         params = random_params(spec, kv_heads, dim)
@@ -128,13 +129,19 @@ class Cache:
         for i in range(0, flat.numel(), 1 << 28):
             flat[i : i + (1 << 28)].random_(-(2**31), 2**31 - 1)
         _, meta = store._views(0)
+        for x in store.channels:
+            x[..., 0].uniform_(0.4, 0.9)
+            x[..., 1].uniform_(-1.4, -0.6)
         for i in range(0, len(meta), 1 << 16):
             part = meta[i : i + (1 << 16)]
             if form == "compact":
                 part[..., 0::2].random_(*_STEP_BYTES)
                 part[..., 1::2].random_(80, 128)
                 continue
-            step = torch.empty(*part.shape[:-1], 2, device=DEV).uniform_(0.4, 0.9)
+            if form == "channel":
+                part[..., 0].uniform_(0.4, 0.9)
+                part = part[..., 1:]  # of V
+            step = torch.empty(*part.shape[:-1], part.shape[-1] // 2, device=DEV).uniform_(0.4, 0.9)
             if form == "scale":
                 part[:] = step.half()
                 continue

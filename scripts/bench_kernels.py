@@ -39,7 +39,7 @@ TRITON = [(1, 32768), (8, 32768)]
 OTHER_PAGES = [(1, 32768, 1), (8, 32768, 1), (8, 32768, 64)]
 LAYER = (1, 102400)
 # Attention reads a codec's metadata only: one codec of each kind that is not FP16 step and lo.
-OTHER_METADATA = ("compact", "lloyd")
+OTHER_METADATA = ("compact", "lloyd", "omni")
 CODEC_SHAPES = [(1, 32768), (8, 32768), (32, 32768)]
 STORE_CODECS = ("feedback", "aligned", "oscar")  # at every size; the others at CODEC_TOKENS
 CODEC_TOKENS = (1, 64, 8192)
@@ -180,7 +180,8 @@ def check_store(cache: Cache) -> None:
 
 
 def bench_store(bench: Bench) -> None:
-    caches = {name: Cache(1, 16384, codec_name=name) for name in codec.CODECS}
+    names = [name for name, spec in codec.CODECS.items() if spec.block == 1]
+    caches = {name: Cache(1, 16384, codec_name=name) for name in names}
     for cache in caches.values():
         check_store(cache)
     layer = prefill_layer_us(8192)
@@ -189,7 +190,7 @@ def bench_store(bench: Bench) -> None:
         params = codec_params(MODEL_LAYERS if tokens < 8192 else 4)
         where, q, k, v = fresh(tokens)
         q_rot = torch.empty(tokens, 32, 128, device=DEV)
-        for name in codec.CODECS if tokens in CODEC_TOKENS else STORE_CODECS:
+        for name in names if tokens in CODEC_TOKENS else STORE_CODECS:
             views = codec_views(caches[name].view, params)
             kv_only = tokens == 8192 and name in STORE_CODECS
             for suffix, target in (("", q_rot), ("_kv_only", None))[: 1 + kv_only]:

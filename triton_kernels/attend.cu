@@ -8,10 +8,17 @@
 //  - the soft-max reference moves only when a logit outgrows it by 2^THRESHOLD.
 
 DEV int warp_id() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
-DEV int tile_base(const Args& a, int tile) { return (a.n_sink & ~15) + tile * TILE; }
+// Tiles of CHANNEL begin at multiples of 32, so that none lies in two pages; they are as many as the plan's, because
+// history ends at the end of a page.
+DEV int tile_base(const Args& a, int tile) {
+  return (a.n_sink & (META_FORM == CHANNEL ? ~31 : ~15)) + tile * TILE;
+}
 template <int SUB, bool FIRST>
 DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, int tile) {
   const int pos = tile_base(a, tile), to = s.hist_end - pos;
+#if META_FORM == CHANNEL
+  if (FIRST || pos % PAGE == 0) w.enter_page(a, s, pos);
+#endif
   if (FIRST) w.history_tile<SUB, true, true>(a, base, a.n_sink - pos, to);
   else if (to >= TILE) w.history_tile<SUB, false, false>(a, base, 0, TILE);
   else w.history_tile<SUB, true, false>(a, base, 0, to);
@@ -28,6 +35,14 @@ DEV void prefetch_window(const Args& a, const Segment& s, int head, int chunk) {
   const u16* base = lane < 16 ? (sink ? a.sink_k : a.ring_k) : (sink ? a.sink_v : a.ring_v);
   UNROLL for (int i = 0; i < D / 64; i++)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(base + at + 64 * i));
+}
+// Ask for the channels of the page that a tile begins, of `heads` KV heads; any slot of the tile.
+DEV void prefetch_channels(const Args& a, int tile, bool first, int slot, int head, int heads) {
+#if META_FORM == CHANNEL
+  if (first || tile_base(a, tile) % PAGE == 0)
+    for (int i = threadIdx.x & 31; i < heads * D / 32; i += 32)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.channels + ((i64)(slot / PAGE) * HK + head) * 2 * D + 64 * i));
+#endif
 }
 // The merge kernel reads R_V next: bring it into L2, a few lines a CTA.
 DEV void prefetch_rotation(const Args& a) {
@@ -71,6 +86,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
       for (int tile = s.tile0; tile < s.tile1; tile++) {
         const int slot = next;
         if (tile + 1 < s.tile1) next = slot_of(tile + 1);
+        prefetch_channels(a, tile, tile == s.tile0, slot, head0, 8);
         bar_wait(empty + st * 8, phase ^ 1);
         if (lane == 0) bar_expect(full + st * 8, STAGE);
         __syncwarp();
@@ -150,10 +166,18 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
   for (Work work(a, split); work.more();) {
     const Segment s = work.take();
     const int* row = a.table + s.row * a.table_stride;
+#if META_FORM == CHANNEL
+    constexpr int STRIDE = 1;                       // neighbouring tiles share a page's channels
+    const int tiles = s.tile1 - s.tile0, tile0 = s.tile0 + tiles * warp / WARPS;
+    const int n = s.tile0 + tiles * (warp + 1) / WARPS - tile0;
+#else
+    constexpr int STRIDE = WARPS;
     const int tile0 = s.tile0 + warp, n = max(0, div_up(s.tile1 - tile0, WARPS));
+#endif
 #if PAGED
-    auto slot_of = [&](int i) { return __ldg(row + min(tile_base(a, tile0 + i * WARPS) + (lane & 1) * 16, s.hist_end - 1)); };
-    auto issue = [&](int slot) {
+    auto slot_of = [&](int i) { return __ldg(row + min(tile_base(a, tile0 + i * STRIDE) + (lane & 1) * 16, s.hist_end - 1)); };
+    auto issue = [&](int slot, int i) {
+      prefetch_channels(a, tile0 + i, i == 0, slot, head, 1);
       const u32 bar = full + issue_st * 8;
       if (lane == 0) bar_expect(bar, STAGE);
       __syncwarp();
@@ -163,20 +187,24 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
     };
 #else
     auto slot_of = [&](int i) {
-      return __ldg(row + min(max(tile_base(a, tile0 + i * WARPS) + lane, a.n_sink), s.hist_end - 1));
+      return __ldg(row + min(max(tile_base(a, tile0 + i * STRIDE) + lane, a.n_sink), s.hist_end - 1));
     };
-    auto issue = [&](int slot) {
+    auto issue = [&](int slot, int) {
       const u8* src = a.blocks + ((i64)(slot >> 4) * HK + head) * HB;
       const u32 dst = buf + issue_st * STAGE + (lane >> 4) * HB;
       UNROLL for (int c = 0; c < D / 32; c++)
         copy16(dst + c * CHUNK + (lane & 15) * 16, src + c * CHUNK + (slot & 15) * 16);
+#if META_FORM == CHANNEL                            // whole pages: a block's metadata lie as they are wanted
+      if ((lane & 15) < META_BYTES) copy16(dst + META + (lane & 15) * 16, src + META + (lane & 15) * 16);
+#else
       copy_few<META_BYTES>(dst + META + (lane & 15) * META_BYTES, src + META + (slot & 15) * META_BYTES);
+#endif
       if (++issue_st == STAGES) issue_st = 0;
     };
     auto commit = []() { asm volatile("cp.async.commit_group;" ::: "memory"); };
 #endif
     UNROLL for (int i = 0; i < STAGES - 1; i++) {
-      if (i < n) issue(slot_of(i));
+      if (i < n) issue(slot_of(i), i);
 #if !PAGED
       commit();
 #endif
@@ -208,12 +236,12 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
         if (i + STAGES - 1 < n) {
           const int slot = next;
           if (i + STAGES < n) next = slot_of(i + STAGES);
-          issue(slot);
+          issue(slot, i + STAGES - 1);
         }
 #if !PAGED
         commit();
 #endif
-        visit_tile<HB, decltype(first)::value>(w, a, s, buf + st * STAGE, tile0 + i * WARPS);
+        visit_tile<HB, decltype(first)::value>(w, a, s, buf + st * STAGE, tile0 + i * STRIDE);
         if (++st == STAGES) st = 0, phase ^= 1;
       };
       consume(Flag<true>(), 0);

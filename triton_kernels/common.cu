@@ -14,12 +14,13 @@ typedef long long i64;
 #define AFFINE 0
 #define COMPACT 1
 #define SCALE 2
+#define CHANNEL 3
 
 constexpr int D = HEAD_DIM, HK = KV_HEADS, G = GROUP;
 constexpr int NJ = D / 16;              // 16-channel tiles of a row
 constexpr int CHUNK = 256;              // bytes of one 16-byte chunk of 16 tokens
 constexpr int META = 8 * D;             // offset of the metadata in a head's block
-constexpr int META_BYTES = META_FORM == AFFINE ? 8 : 4;   // of a token: K's and V's
+constexpr int META_BYTES = META_FORM == AFFINE ? 8 : META_FORM == CHANNEL ? 6 : 4;   // of a token: K's and V's
 constexpr int HB = META + 16 * META_BYTES;                // bytes of one head of one block
 constexpr int TILE = 32;                // tokens of a history tile: two blocks
 constexpr int COLS = 8;                 // columns of a warp

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import nvrtc, plan
+from . import codec_omni, nvrtc, plan
 from .attend import Partials
 from .cuda_args import HEAD_DIMS, CodeArgs, Fresh, code_defines, pointer, shape_defines
 from .driver import Kernel, module, overlaps
@@ -39,7 +39,7 @@ class _Args(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batch", "n_sink", "n_recent", "columns")),
         *((name, ctypes.c_float) for name in ("scale_log2", "cap_log2")),
-        ("grid", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("grid", "channels")),
     ]  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def supported(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
 
 
 def has_layout(layout: HistoryLayout) -> bool:
-    """Whether attend.cu reads such blocks: every codec's but those whose keys share metadata."""
-    return layout.block == 1
+    """Whether attend.cu reads such blocks: keys share metadata not at all, or over its PAGE."""
+    return layout.block in (1, codec_omni.BLOCK)
 
 
 def choose_form(
@@ -158,7 +158,7 @@ def attend(
         view.params.r_v.data_ptr(),
         req_to_token.stride(0), part.batch, view.windows.n_sink,
         view.windows.n_recent, part.columns,
-        scale * log2e, logit_cap * log2e, view.grid.data_ptr(),
+        scale * log2e, logit_cap * log2e, view.grid.data_ptr(), pointer(view.channels),
     )  # fmt: skip
     tiles = math.ceil(part.columns / _COLUMNS)
     heads = view.kv_heads

@@ -4,6 +4,8 @@
 //   AFFINE   FP16: K step, K lo, V step, V lo            value = code * step + lo
 //   COMPACT  the same four numbers, a byte each          codec_compact: step on a log scale
 //   SCALE    FP16: K scale, V scale                      value = level[code] * scale (codec_lloyd)
+//   CHANNEL  FP16: K norm, V step, V lo                  K = (code * step + lo) * norm with step and lo per channel of
+//                                                        a page (codec_omni), which Warp::enter_page folds into q
 
 DEV constexpr int plane(int j, int e) { return D == 128 ? j : 2 * j + e; }
 DEV u32 codes_of(u32 w, int p) { return (p >= 5 ? w >> 10 : w) & (0x00030003u << (2 * (p % 5))); }
@@ -24,23 +26,33 @@ constexpr float VALUE_UNIT = 1.f;
 DEV constexpr int plane_shift(int p) { return 2 * (p % 5); }
 DEV u32 operand(u32 w, int p) { return codes_of(w, p); }
 #endif
-constexpr bool HAS_LO = META_FORM != SCALE;
+constexpr bool K_LO = META_FORM == AFFINE || META_FORM == COMPACT;   // a token's keys have a lo of their own
+constexpr bool V_LO = META_FORM != SCALE;
+constexpr int PAGE = 128;                 // tokens that share channels, consecutive slots
 
-// A token's metadata as they are stored. V's step must stay below BIG_STEP = 2^BIG_STEP_LOG2, or move_reference has
-// to make room for p * step in FP16.
+// Token: metadata as they are stored. Decoder: what they mean; `products` is the unit of the products of K. V's step
+// must stay below BIG_STEP = 2^BIG_STEP_LOG2, or move_reference has to make room for p * step in FP16.
 constexpr float BIG_STEP_LOG2 = 7.f;
-#if META_FORM == AFFINE
-constexpr u32 BIG_STEP = 0x5800;          // 128.0
+constexpr u32 BIG_STEP = 0x5800;          // 128.0 in FP16
+#if META_FORM == AFFINE || META_FORM == CHANNEL
 struct Token {
-  u32 k, v;                               // step, lo
+  u32 k, v;                               // K's and V's step, lo; of CHANNEL k's low half is the norm
+#if META_FORM == AFFINE
   DEV void load(u32 meta, int i) {
     const uint2 m = lds64(meta + i * 8);
     k = m.x, v = m.y;
   }
+#else
+  DEV void load(u32 meta, int i) {        // 6 bytes, in two aligned words
+    const u32 at = meta + i * 6, x = lds32(at & ~3u), y = lds32((at & ~3u) + 4);
+    k = at & 2 ? x >> 16 : x;
+    v = __byte_perm(x, y, at & 2 ? 0x7654 : 0x5432);
+  }
+#endif
   DEV void hide() { v = 0; }              // stale metadata may be NaN
 };
 struct Decoder {
-  float unit;                             // of the products of K
+  float unit;
   DEV void begin(const float* grid, float products) { unit = products; }
   DEV float2 key(const Token& m) const {
     const float2 k = unpack_half(m.k);
@@ -56,7 +68,6 @@ struct Decoder {
   DEV float value_log2(const Token& m) const { return lg2(unpack_half(m.v).x); }
 };
 #elif META_FORM == SCALE
-constexpr u32 BIG_STEP = 0x5800;          // 128.0
 struct Token {
   u32 w;                                  // of K, of V
   DEV void load(u32 meta, int i) { w = lds32(meta + i * 4); }

@@ -209,6 +209,9 @@ struct CodeArgs {
   float k_ratio, v_ratio;   // half the shrink ratio
   const float* grid;     // [HK, 2, 3], COMPACT
 };
+#if META_FORM == CHANNEL   // encoded a page at a time, not here
+template <bool KEY> DEV void store_codes(const CodeArgs&, int, i64, Row&, const float*) {}
+#else
 template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, Row& y, const float* factor) {
   u32 code[VEC];
 #if META_FORM == SCALE
@@ -225,6 +228,7 @@ template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, 
 #endif
   write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, meta);
 }
+#endif
 // A head's factor into shared memory; cp.async.wait_all and a barrier before its use.
 DEV void fetch_factor(float* to, const CodeArgs& a, int head, int threads) {
   const float* from = a.factor + (i64)head * D * D;

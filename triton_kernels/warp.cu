@@ -17,6 +17,7 @@ struct Args {
   int batch, n_sink, n_recent, columns;
   float scale_log2, cap_log2;
   const float* grid;     // [HK, 2, 3], COMPACT
+  const u16* channels;   // [slots / PAGE, HK, D, 2] step and lo, CHANNEL
 };
 
 // ---------------------------------------------------------------- work of a split
@@ -189,6 +190,9 @@ struct Warp {
 
   // ---- 2-bit history
   DEV void begin_history(const Args& a, int head) {
+#if META_FORM == CHANNEL
+    channels = a.channels + head * 2 * D;
+#else
     float sq = 0.f;                                 // sum of q
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 2; e++) {
@@ -205,7 +209,39 @@ struct Warp {
     sum1 = __shfl_sync(~0u, sq, t * 8 + 4);
     // 2^8 of the query, 2^-24 of the codes
     decoder.begin(a.grid + head * 6, inv_norm * (65536.f * VALUE_UNIT));
+#endif
   }
+#if META_FORM == CHANNEL
+  const u16* channels;                  // of this head
+  // The page of `pos`: its steps go into q, q . lo is what the products start from (sum0, sum1).
+  DEV void enter_page(const Args& a, const Segment& seg, int pos) {
+    const int slot = __ldg(a.table + seg.row * a.table_stride + min(pos, seg.hist_end - 1));
+    const u16* page = channels + (i64)(slot / PAGE) * (HK * 2 * D);
+    const uint4 some = __ldg(reinterpret_cast<const uint4*>(page) + (threadIdx.x & 31) % (D / 4));
+    const u32 top = max_u16x2(max_u16x2(some.x, some.y), max_u16x2(some.z, some.w)) & 0xFFFF;
+    // A power of two above all steps, so that no operand leaves FP16's range.
+    const int bits = __float_as_uint(unpack_half(__reduce_max_sync(~0u, top)).x) >> 23;
+    const int e = max(bits - 126, -24);
+    const float shrink = norm * __uint_as_float((u32)(127 - e) << 23);
+    float sum = 0.f;
+    UNROLL for (int j = 0; j < NJ; j++)
+      UNROLL for (int h = 0; h < 2; h++) {
+        const int c = 16 * j + 8 * h + 2 * t;
+        const float sc = (float)(1 << (8 - plane_shift(plane(j, h))));
+        const uint2 m = __ldg(reinterpret_cast<const uint2*>(page + 2 * c));
+        const float2 v = *reinterpret_cast<const float2*>(qr + c);
+        const float2 m0 = unpack_half(m.x), m1 = unpack_half(m.y);
+        qb[j][h] = pack_half(v.x * m0.x * (shrink * sc), v.y * m1.x * (shrink * sc));
+        sum = fmaf(v.x, m0.y, fmaf(v.y, m1.y, sum));
+      }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    sum *= shrink * (1.f / 65536.f);
+    sum0 = __shfl_sync(~0u, sum, t * 8);
+    sum1 = __shfl_sync(~0u, sum, t * 8 + 4);
+    decoder.unit = inv_norm * 65536.f * __uint_as_float((u32)(127 + e) << 23);
+  }
+#endif
   DEV void end_history() {
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 4; e++)
@@ -227,7 +263,10 @@ struct Warp {
     }
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int e = 0; e < 2; e++) md[u][e].load(base + META + u * SUB, g + 8 * e);
-    UNROLL for (int u = 0; u < 2; u++) s[u][0] = s[u][1] = s[u][2] = s[u][3] = 0.f;
+    UNROLL for (int u = 0; u < 2; u++) {
+      s[u][0] = s[u][2] = META_FORM == CHANNEL ? sum0 : 0.f;
+      s[u][1] = s[u][3] = META_FORM == CHANNEL ? sum1 : 0.f;
+    }
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int u = 0; u < 2; u++) {
         const int p = plane(j, 0), q = plane(j, 1);
@@ -251,12 +290,12 @@ struct Warp {
         UNROLL for (int e = 0; e < 2; e++) {
           if (SOFT_CAP) {
             x[u][2 * e] =
-                capped(fmaf(s[u][2 * e], ks[u][e], HAS_LO ? kl[u][e] * sum0 : 0.f), a.cap_log2) + r0;
+                capped(fmaf(s[u][2 * e], ks[u][e], K_LO ? kl[u][e] * sum0 : 0.f), a.cap_log2) + r0;
             x[u][2 * e + 1] =
-                capped(fmaf(s[u][2 * e + 1], ks[u][e], HAS_LO ? kl[u][e] * sum1 : 0.f), a.cap_log2) + r1;
+                capped(fmaf(s[u][2 * e + 1], ks[u][e], K_LO ? kl[u][e] * sum1 : 0.f), a.cap_log2) + r1;
           } else {
-            x[u][2 * e] = fmaf(s[u][2 * e], ks[u][e], HAS_LO ? fmaf(kl[u][e], sum0, r0) : r0);
-            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks[u][e], HAS_LO ? fmaf(kl[u][e], sum1, r1) : r1);
+            x[u][2 * e] = fmaf(s[u][2 * e], ks[u][e], K_LO ? fmaf(kl[u][e], sum0, r0) : r0);
+            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks[u][e], K_LO ? fmaf(kl[u][e], sum1, r1) : r1);
           }
           if (EDGE) {
             const int i = 16 * u + g + 8 * e;
@@ -287,7 +326,7 @@ struct Warp {
         const float lo = decoder.value_lo(md[u][e]);
         l0 += p0;
         l1 += p1;
-        if (HAS_LO) z0 = fmaf(p0, lo, z0), z1 = fmaf(p1, lo, z1);
+        if (V_LO) z0 = fmaf(p0, lo, z0), z1 = fmaf(p1, lo, z1);
         pb[u][e] = transpose8x8(decoder.weights(md[u][e], p0, p1));
       }
     UNROLL for (int u = 0; u < 2; u++)

@@ -21,8 +21,8 @@ COMPILED = [
     *(("affine", dim, *a) for dim in (64, 128) for a in ARCHS),
     *(
         (meta, dim, *a)
-        for meta in ("compact", "scale")
-        for dim, a in zip((128, 64, 128), ARCHS, strict=True)
+        for meta in ("compact", "scale", "channel")
+        for dim, a in ((128, ARCHS[0]), (64, ARCHS[-1]))
     ),
 ]
 
@@ -34,13 +34,12 @@ def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
-    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": int(meta != "scale")}
+    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": int(meta in ("affine", "compact"))}
     merge = codes | {"MERGE_ROWS": 4}
-    for files, extra in (
-        (cuda_attend.ATTEND_FILES, attend),
-        (cuda_attend.MERGE_FILES, merge),
-        (cuda_store.STORE_FILES, codes),
-    ):
+    kernels = [(cuda_attend.ATTEND_FILES, attend), (cuda_attend.MERGE_FILES, merge)]
+    if meta != "channel":
+        kernels.append((cuda_store.STORE_FILES, codes))
+    for files, extra in kernels:
         file, source = files[-1], "\n".join((KERNELS / name).read_text() for name in files)
         first = nvrtc.compile_cubin(source, arch, shape | extra, file)
         monkeypatch.setattr(nvrtc, "_compile", None)  # the second time comes from disk
@@ -169,6 +168,47 @@ def test_several_queries_and_soft_cap_of_codecs(lab, check, codec_name, kernel):
     x = lab(lens=lens, group=3, kv_heads=8, dim=128, codec_name=codec_name, dtype=torch.float16)
     x.fill(lens)
     check(x, list(lens), q_lens=q_lens, cap=3.0, spread=2.0, form=form(kernel, 30), tol=3e-3)
+
+
+# Contexts whose history ends at a page, with and without history.
+OMNI_LENS = (640, 384, 1280, 200, 30)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "kernel,splits", [("attend_cta", 7), ("attend_cta", 264), ("attend_warp", 19)]
+)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("n_sink", [21, 64])
+def test_channel_metadata(lab, check, kernel, splits, dim, n_sink):
+    x = lab(
+        lens=OMNI_LENS, dim=dim, kv_heads=8, group=4, n_sink=n_sink, n_recent=256, codec_name="omni"
+    )
+    x.fill(OMNI_LENS)
+    check(x, list(OMNI_LENS), form=form(kernel, splits, x.page), tol=3e-3)
+    unpaged = cuda_attend.Form("attend_warp", splits, False)
+    check(x, list(OMNI_LENS), cap=3.0, spread=2.0, form=unpaged, tol=3e-3)
+
+
+@gpu
+@pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
+@pytest.mark.parametrize(
+    "spread,q_spread,outliers",
+    [(2000.0, 1e-3, False), (1e-4, 1e2, False), (4.0, 4.0, False), (1.0, 0.02, True)],
+)
+def test_ranges_of_channel_metadata(lab, check, kernel, spread, q_spread, outliers):
+    """Outliers: a page with a few huge steps and otherwise none, and one without any."""
+    lens = (640, 1024)
+    x = lab(
+        lens=lens, kv_heads=8, group=3, dim=128, n_sink=64, n_recent=256, spread=spread,
+        codec_name="omni",
+    )  # fmt: skip
+    x.fill(lens)
+    if outliers:
+        pages = (x.req_to_token[2, [128, 256]] // 128).tolist()
+        x.seg.history.channels[0][pages, :, :, 0] = 0.0
+        x.seg.history.channels[0][pages[0], :, :5, 0] = 1000.0
+    check(x, list(lens), q_lens=[5, 1], spread=q_spread, form=form(kernel, 11, 128), tol=4e-3)
 
 
 @gpu
