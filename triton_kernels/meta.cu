@@ -28,6 +28,7 @@ DEV u32 operand(u32 w, int p) { return codes_of(w, p); }
 #endif
 constexpr bool K_LO = META_FORM == AFFINE || META_FORM == COMPACT;   // a token's keys have a lo of their own
 constexpr bool V_LO = META_FORM != SCALE;
+constexpr float LO_UNIT = META_FORM == COMPACT ? 1048576.f : 1.f;    // what Decoder's lo count in
 constexpr int PAGE = 128;                 // tokens that share channels, consecutive slots
 
 // Token: metadata as they are stored. Decoder: what they mean; `products` is the unit of the products of K. V's step
@@ -87,9 +88,10 @@ struct Decoder {
   DEV float value_log2(const Token& m) const { return lg2(unpack_half(m.w).y); }
 };
 #elif META_FORM == COMPACT
-// 2048 + byte / 16 for byte i of w: the byte lies in the mantissa, so it costs no conversion. Folding 2048 into the
-// constants below shifts a step by 4e-5 of itself and a lo by 0.002 of its grid at most.
+// Byte i of w without a conversion, because it lies in a mantissa: as 2048 + byte / 16 (2048 goes into the constants
+// below, which shifts a step by 4e-5 of itself at most), and as byte * 2^-133, exactly.
 DEV float sixteenths(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x45000000u, 0x7404 | i << 4)); }
+DEV float subnormal(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0, 0x4044 | i << 8)); }
 struct Token {
   u32 w;
   DEV void load(u32 meta, int i) { w = lds32(meta + i * 4); }
@@ -100,14 +102,14 @@ struct Decoder {
   DEV void begin(const float* grid, float products) {   // [2, 3] of the head
     UNROLL for (int kv = 0; kv < 2; kv++) {
       step_log2[kv] = grid[3 * kv] + (kv == 0 ? lg2(products) : 0.f) - 2048.f;
-      lo_step[kv] = grid[3 * kv + 2] * 16.f;
-      lo_first[kv] = fmaf(lo_step[kv], -2048.f, grid[3 * kv + 1]);
+      lo_first[kv] = grid[3 * kv + 1] * (1.f / LO_UNIT);
+      lo_step[kv] = grid[3 * kv + 2] * 1.0384593717069655e34f;       // 2^133 / LO_UNIT
     }
   }
   DEV float2 key(const Token& m) const {
-    return make_float2(ex2(sixteenths(m.w, 0) + step_log2[0]), fmaf(sixteenths(m.w, 1), lo_step[0], lo_first[0]));
+    return make_float2(ex2(sixteenths(m.w, 0) + step_log2[0]), fmaf(subnormal(m.w, 1), lo_step[0], lo_first[0]));
   }
-  DEV float value_lo(const Token& m) const { return fmaf(sixteenths(m.w, 3), lo_step[1], lo_first[1]); }
+  DEV float value_lo(const Token& m) const { return fmaf(subnormal(m.w, 3), lo_step[1], lo_first[1]); }
   DEV u32 weights(const Token& m, float p0, float p1) const {
     const float step = ex2(value_log2(m));
     return pack_half(p0 * step, p1 * step);

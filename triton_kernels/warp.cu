@@ -204,7 +204,7 @@ struct Warp {
       }
     sq += __shfl_xor_sync(~0u, sq, 1);
     sq += __shfl_xor_sync(~0u, sq, 2);
-    sq *= inv_norm;
+    sq *= inv_norm * LO_UNIT;
     sum0 = __shfl_sync(~0u, sq, t * 8);
     sum1 = __shfl_sync(~0u, sq, t * 8 + 4);
     // 2^8 of the query, 2^-24 of the codes
@@ -384,7 +384,7 @@ struct Warp {
     m0 = unset0 ? HIDDEN : m0 - BIAS;
     m1 = unset1 ? HIDDEN : m1 - BIAS;
     UNROLL for (int j = 0; j < NJ; j++)
-      UNROLL for (int e = 0; e < 4; e++) acc[j][e] += (e & 1) ? z1 : z0;
+      UNROLL for (int e = 0; e < 4; e++) acc[j][e] += ((e & 1) ? z1 : z0) * LO_UNIT;
   }
   // Add what this warp saved before (its windows).
   DEV void absorb(const float* o, const float2* ml) {
