@@ -19,13 +19,13 @@ RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (8192, 32768, 131072)
 WHEN = {
     "feedback": "default; store and attention in CUDA",
-    "accurate": "retrieval matters more than speed: on a GPU its store is slow (portable Triton)",
-    "compact": "6% more tokens than `feedback`; on a GPU store and attention are portable Triton",
+    "accurate": "retrieval matters more than speed: about 3x the work per written key",
+    "compact": "6% more tokens than `feedback`",
     "accurate-compact": "both of the above: the least error at the fewest bits, the slowest store",
     "aligned": "the fastest store: no error feedback",
     "oscar": "comparing with the paper, or rotations imported from RotationZoo",
-    "omni": "comparing with OScaR; pages of 128 tokens, no calibration, portable Triton on a GPU",
-    "lloyd": "comparing; few bits without a calibrated grid, portable Triton on a GPU",
+    "omni": "comparing with OScaR; pages of 128 tokens, no calibration",
+    "lloyd": "comparing; few bits without a calibrated grid",
 }
 
 

@@ -34,7 +34,7 @@ class CodeArgs(ctypes.Structure):
         ("factor", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("k_rank", "v_rank")),
         *((name, ctypes.c_float) for name in ("k_ratio", "v_ratio")),
-        ("grid", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("grid", "metric")),
     ]
 
     @classmethod
@@ -45,6 +45,7 @@ class CodeArgs(ctypes.Structure):
             view.blocks.data_ptr(), factor.data_ptr(),
             spec.k_range.rank(dim), spec.v_range.rank(dim),
             spec.k_range.half_ratio, spec.v_range.half_ratio, view.grid.data_ptr(),
+            pointer(view.params.metric),
         )  # fmt: skip
 
 
@@ -53,7 +54,8 @@ def code_defines(view: LayerView) -> tuple[tuple[str, int], ...]:
     return (
         ("K_RANK", int(spec.k_range.kind == "rank")),
         ("V_RANK", int(spec.v_range.kind == "rank")),
-        ("FEEDBACK", int(spec.search == "feedback")),
+        ("FEEDBACK", int(spec.k_feedback)),
+        ("ACCURATE", int(spec.search == "accurate")),
     )
 
 

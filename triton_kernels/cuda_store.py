@@ -37,8 +37,8 @@ class _Args(ctypes.Structure):
 
 
 def has_codec(spec: CodecSpec) -> bool:
-    """Whether store.cu writes it: any metadata of a token alone, codes by rounding or feedback."""
-    return spec.search in ("round", "feedback") and spec.block == 1
+    """Whether store.cu writes it: all codecs but those whose keys are encoded together."""
+    return spec.block == 1
 
 
 def supported(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> bool:

@@ -1,5 +1,6 @@
 // Rows of K, V and q: rotation, 2-bit codes, packing. After common.cu; with K_RANK, V_RANK (1: rank
-// rule, 0: shrink rule) and FEEDBACK (error feedback for K) it also encodes.
+// rule, 0: shrink rule), FEEDBACK (error feedback for K) and ACCURATE (and codec_accurate's search) it
+// also encodes.
 //
 // Rotation: x is exact in 16 bits and R is the sum of three 16-bit matrices, so three MMAs give
 // float32 accuracy (two for queries, which are not quantised); a warp keeps the fragments of 8
@@ -173,6 +174,95 @@ DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float*
       UNROLL for (int k = 0; k < VEC; k++) f[i][k] = ahead[i][k];
   }
 }
+#if ACCURATE
+// codec_accurate. The metric G is read through L1: beside the factor it would not fit into shared memory everywhere.
+DEV float dot(const Row& x, const Row& y) {
+  float sum = 0.f;
+  UNROLL for (int k = 0; k < VEC; k++) sum = fmaf(x.v[k], y.v[k], sum);
+  return warp_sum(sum);
+}
+DEV Row times_metric(const Row& x, const float* metric) {
+  const int lane = threadIdx.x & 31;
+  Row y;
+  UNROLL for (int k = 0; k < VEC; k++) y.v[k] = 0.f;
+  _Pragma("unroll 2") for (int owner = 0; owner < 32; owner++)
+    UNROLL for (int i = 0; i < VEC; i++) {
+      float row[VEC];
+      load_shared<VEC>(row, metric + (owner * VEC + i) * D + lane * VEC);
+      const float from = __shfl_sync(~0u, x.v[i], owner);
+      UNROLL for (int k = 0; k < VEC; k++) y.v[k] = fmaf(from, row[k], y.v[k]);
+    }
+  return y;
+}
+// One pass of coordinate descent over the codes, in the order of the channels; gradient: (y - decoded) G, before and after.
+DEV void sweep(Row& codes, Row& gradient, float step, const float* metric) {
+  const int lane = threadIdx.x & 31;
+  float inverse[VEC];
+  UNROLL for (int k = 0; k < VEC; k++) {
+    const float curvature = metric[(lane * VEC + k) * (D + 1)] * step;
+    inverse[k] = curvature > 0.f ? __fdiv_rn(1.f, curvature) : 0.f;
+  }
+  _Pragma("unroll 2") for (int owner = 0; owner < 32; owner++) {
+    float m[VEC][VEC], u[VEC], change[VEC];
+    UNROLL for (int i = 0; i < VEC; i++) load_shared<VEC>(m[i], metric + (owner * VEC + i) * D + lane * VEC);
+    UNROLL for (int k = 0; k < VEC; k++) u[k] = gradient.v[k];
+    UNROLL for (int i = 0; i < VEC; i++) {
+      const float to = fminf(fmaxf(fmaf(u[i], inverse[i], codes.v[i]), 0.f), 3.f);
+      const float moved = __fsub_rn(__fadd_rn(to, ROUND_MAGIC), ROUND_MAGIC);
+      change[i] = (moved - codes.v[i]) * step;
+      if (lane == owner) codes.v[i] = moved;
+      UNROLL for (int k = i + 1; k < VEC; k++) u[k] = fmaf(-change[i], m[i][k], u[k]);
+    }
+    UNROLL for (int i = 0; i < VEC; i++) {
+      const float from = __shfl_sync(~0u, change[i], owner);
+      UNROLL for (int k = 0; k < VEC; k++) gradient.v[k] = fmaf(-from, m[i][k], gradient.v[k]);
+    }
+  }
+}
+DEV RowMeta accurate(const Row& y, u32 (&code)[VEC], const float* factor, const float* metric, const float* grid) {
+  RowMeta best = {};
+  Row error;                                          // of the best codes, in the metric `energy`
+  float energy = 0.f;
+  _Pragma("unroll 1") for (int i = 0; i < 2; i++) {
+    float step, lo;
+    row_range<false>(y, i == 0 ? 0.5f * 0.75f : 0.5f * 0.85f, 0, step, lo);
+    const RowMeta meta = storable(step, lo, grid);
+    Row w, codes, e;
+    u32 bits[VEC];
+    UNROLL for (int k = 0; k < VEC; k++) w.v[k] = y.v[k] - meta.lo;
+    feedback(w, bits, meta.step, meta.step > 0.f ? __fdiv_rn(1.f, meta.step) * (1.f / 3.f) : 0.f, factor);
+    auto errors = [&]() {
+      UNROLL for (int k = 0; k < VEC; k++) e.v[k] = __fsub_rn(y.v[k], __fadd_rn(__fmul_rn(codes.v[k], meta.step), meta.lo));
+    };
+    UNROLL for (int k = 0; k < VEC; k++) codes.v[k] = (float)bits[k];
+    errors();
+    Row gradient = times_metric(e, metric);
+    sweep(codes, gradient, meta.step, metric);
+    errors();
+    const float found = dot(e, gradient);
+    if (i == 0 || found < energy) {
+      best = meta, error = e, energy = found;
+      UNROLL for (int k = 0; k < VEC; k++) code[k] = (u32)codes.v[k];
+    }
+  }
+  // Scale about the centre so that decoded and true energy agree: decoded - centre is `from` - error.
+  float low = y.v[0], high = y.v[0];
+  UNROLL for (int k = 1; k < VEC; k++) low = fminf(low, y.v[k]), high = fmaxf(high, y.v[k]);
+  low = -warp_max(-low);
+  high = warp_max(high);
+  const float centre = __fadd_rn(low, __fmul_rn(__fsub_rn(high, low), 0.5f));
+  Row from;
+  UNROLL for (int k = 0; k < VEC; k++) from.v[k] = y.v[k] - centre;
+  const Row product = times_metric(from, metric);
+  const float truth = dot(product, from), decoded = truth - 2.f * dot(product, error) + energy;
+  float gain = decoded > 0.f ? __fsqrt_rn(__fdiv_rn(truth, decoded)) : 1.f;
+  if (!(gain == gain)) gain = 1.f;                    // inf / inf
+  gain = fminf(fmaxf(gain, 1.f / 1.25f), 1.25f);
+  float step = best.step * gain, lo = __fadd_rn(centre, __fmul_rn(__fsub_rn(best.lo, centre), gain));
+  if (META_FORM == AFFINE) step = half_round(step), lo = half_round(lo);
+  return storable(step, lo, grid);
+}
+#endif
 DEV void write_model_row(u16* dst, const Row& y) {
   const int lane = threadIdx.x & 31;
   u32 w[VEC / 2];
@@ -208,6 +298,7 @@ struct CodeArgs {
   int k_rank, v_rank;
   float k_ratio, v_ratio;   // half the shrink ratio
   const float* grid;     // [HK, 2, 3], COMPACT
+  const float* metric;   // [HK, D, D] symmetric, ACCURATE
 };
 #if META_FORM == CHANNEL   // encoded a page at a time, not here
 template <bool KEY> DEV void store_codes(const CodeArgs&, int, i64, Row&, const float*) {}
@@ -218,6 +309,13 @@ template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, 
   const RowMeta meta = row_scale(y);
   nearest_levels(y, code, meta.step);
 #else
+#if ACCURATE
+  if (KEY) {
+    const RowMeta meta = accurate(y, code, factor, a.metric + (i64)head * D * D, a.grid + head * 6);
+    write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, meta);
+    return;
+  }
+#endif
   float step, lo;
   row_range<KEY ? K_RANK : V_RANK>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
   const RowMeta meta = storable(step, lo, a.grid + (head * 2 + (KEY ? 0 : 1)) * 3);

@@ -34,7 +34,9 @@ def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
-    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": int(meta in ("affine", "compact"))}
+    searched = meta in ("affine", "compact")
+    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": searched, "ACCURATE": searched and not paged}
+    codes = {name: int(on) for name, on in codes.items()}
     merge = codes | {"MERGE_ROWS": 4}
     kernels = [(cuda_attend.ATTEND_FILES, attend), (cuda_attend.MERGE_FILES, merge)]
     if meta != "channel":
@@ -264,7 +266,10 @@ def test_one_graph_serves_changing_lengths(lab, rms):
 @gpu
 @pytest.mark.parametrize(
     "batch,codec_name",
-    [(1, "feedback"), (3, "feedback"), (40, "feedback"), (3, "compact"), (3, "lloyd")],
+    [
+        *((batch, "feedback") for batch in (1, 3, 40)),
+        *((3, name) for name in ("compact", "lloyd", "accurate", "accurate-compact")),
+    ],
 )
 def test_codes_written_beside_merge(lab, batch, codec_name):
     """Layers replayed as one graph: bit-equal to store, attend and merge one after another."""
