@@ -176,6 +176,7 @@ DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float*
 }
 #if ACCURATE
 // codec_accurate. The metric G is read through L1: beside the factor it would not fit into shared memory everywhere.
+constexpr float LOW_RATIO = 0.75f, HIGH_RATIO = 0.85f, MAX_GAIN = 1.25f;
 DEV float dot(const Row& x, const Row& y) {
   float sum = 0.f;
   UNROLL for (int k = 0; k < VEC; k++) sum = fmaf(x.v[k], y.v[k], sum);
@@ -225,7 +226,7 @@ DEV RowMeta accurate(const Row& y, u32 (&code)[VEC], const float* factor, const 
   float energy = 0.f;
   _Pragma("unroll 1") for (int i = 0; i < 2; i++) {
     float step, lo;
-    row_range<false>(y, i == 0 ? 0.5f * 0.75f : 0.5f * 0.85f, 0, step, lo);
+    row_range<false>(y, i == 0 ? 0.5f * LOW_RATIO : 0.5f * HIGH_RATIO, 0, step, lo);
     const RowMeta meta = storable(step, lo, grid);
     Row w, codes, e;
     u32 bits[VEC];
@@ -257,7 +258,7 @@ DEV RowMeta accurate(const Row& y, u32 (&code)[VEC], const float* factor, const 
   const float truth = dot(product, from), decoded = truth - 2.f * dot(product, error) + energy;
   float gain = decoded > 0.f ? __fsqrt_rn(__fdiv_rn(truth, decoded)) : 1.f;
   if (!(gain == gain)) gain = 1.f;                    // inf / inf
-  gain = fminf(fmaxf(gain, 1.f / 1.25f), 1.25f);
+  gain = fminf(fmaxf(gain, 1.f / MAX_GAIN), MAX_GAIN);
   float step = best.step * gain, lo = __fadd_rn(centre, __fmul_rn(__fsub_rn(best.lo, centre), gain));
   if (META_FORM == AFFINE) step = half_round(step), lo = half_round(lo);
   return storable(step, lo, grid);
