@@ -126,7 +126,7 @@ KERNEL_FAULTS = {
         "store.py", "in_ring = ok & (pos >= end - n_recent)", "in_ring = ok"
     ),
     "store: range without its lower end": Fault(
-        "store.py",
+        "rows.py",
         "nearest_code(y, inv[:, None], lo[:, None])",
         "nearest_code(y, inv[:, None], 0.0)",
     ),
