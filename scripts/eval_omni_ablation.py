@@ -44,11 +44,11 @@ class KeysOnly(Omni):
     """Keys of ``omni``, values as they are."""
 
     def encode(self, params, k, v, first=0) -> Encoded:
-        return Encoded(super().encode(params, k, v, first).k, (v,))
+        coded = super().encode(params, k, v, first)
+        return Encoded(coded.k, (*coded.v, v))
 
     def decode(self, params, encoded):
-        keys = super().decode(params, Encoded(encoded.k, super().encode(None, *2 * encoded.v).v))
-        return keys[0], encoded.v[0].float()
+        return super().decode(params, Encoded(encoded.k, encoded.v[:2]))[0], encoded.v[2]
 
 
 def key_errors(doc: Document, method: Omni, end: int) -> tuple[float, float]:

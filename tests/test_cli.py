@@ -53,7 +53,7 @@ def test_options_reach_the_artifact(model_dir, tmp_path):
     assert artifact.provenance["data"] == "sampled from the model, seed 5"
 
 
-@pytest.mark.parametrize("codec", ["accurate-compact", "lloyd"])
+@pytest.mark.parametrize("codec", ["accurate-compact", "lloyd", "omni"])
 def test_other_codecs_calibrate_inspect_and_verify(model_dir, tmp_path, capsys, codec):
     out = tmp_path / "a.safetensors"
     argv = ["--model", str(model_dir), "--tokens", "1200"]

@@ -30,7 +30,7 @@ def abandon(server: Server, ids: list[int], seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "page, rounds, codec", [(1, 10, "feedback"), (16, 4, "feedback"), (128, 3, "omni")]
+    "page, rounds, codec", [(1, 10, "feedback"), (16, 4, "feedback"), (128, 2, "omni")]
 )
 def test_requests_with_aborts_retraction_and_flushes(tiny_llama, tmp_path, page, rounds, codec):
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--max-running-requests", "8"]
