@@ -25,8 +25,8 @@ from oscar_sglang.debug_tags import OwnershipError  # noqa: E402
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
 # blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
-TOKENS = dict(first=70, second=9, end=120, hit=90, short=3)
-BLOCKS = dict(first=100, second=124, end=200, hit=128, short=128)
+TOKENS = dict(first=70, second=9, end=120, hit=90, steps=4, short=3)
+BLOCKS = dict(first=100, second=124, end=200, hit=128, steps=2, short=128)
 
 
 def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]
     out.append(runner.extend((a, ids[0][n["first"] : n["end"]])))  # a second chunk
     hit = runner.request(base + 2, a, n["hit"])
     out.append(runner.extend((hit, ids[2][:7]), (b, ids[1][200:203])))
-    for step in range(4):
+    for step in range(n["steps"]):
         out.append(runner.decode((a, ids[3][step]), (b, ids[4][step]), (hit, ids[5][step])))
     short = runner.request(base + 3, b, n["short"])
     out.append(runner.extend((short, ids[2][20:24]), (a, [ids[3][9]])))
@@ -88,7 +88,7 @@ def main(model: str, codec: str, every: str) -> None:
         max_total_tokens=4096,
         oscar_sink_tokens=6,
         oscar_recent_tokens=20,
-        oscar_scratch_tokens=33,
+        oscar_scratch_tokens=90 if codec == "omni" else 33,
     )
     block = runner.pool.segments.spec.block
     lengths = BLOCKS if block > 1 else TOKENS

@@ -167,6 +167,22 @@ def test_tokens_held_are_those_of_the_file():
     assert all(same(w, x) for w, x in zip(written, millions + ratios, strict=True)), line
 
 
+# -- quality -----------------------------------------------------------------------------------
+
+
+def test_both_parts_of_omni_are_needed():
+    """OScaR's ablation on SmolLM2: rotation and token norm together are better than either, with
+    the values coded and without; and the served pool gives the evaluator's figure."""
+    rows = {r["part"]: r for r in load("omni-ablation-smollm2.json")["rows"]}
+    assert set(rows) == {"both", "rotation", "scaling", "neither"}
+    for figure in ("kl", "kl_keys_only"):
+        both, *others = (rows[p][figure] for p in ("both", "rotation", "scaling"))
+        assert 1.1 * both < min(others) and max(others) < rows["neither"][figure]
+    pool = {r["codec"]: r["kl"] for r in load("pool-quality-smollm2.json")}
+    assert pool["omni"] == pytest.approx(rows["both"]["kl"], rel=0.01)
+    assert pool["omni"] == pytest.approx(0.052, rel=0.25)
+
+
 def test_claims_are_read():
     table = "| tokens held | 0.39 M | 0.79 M | 2.67 M | **6.77x** | **3.39x** |\n"
     table += "| 8 x 32k, cached | 11.14 ms | 11.00 ms | 6.93 ms | **1.61x** | **1.59x** |\n"
