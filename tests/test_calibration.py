@@ -389,7 +389,7 @@ def test_cache_directory_precedence(monkeypatch):
 
 def test_a_hybrid_model_has_statistics_of_its_attention_layers(tmp_path):
     model = family("qwen3-next", tmp_path)
-    made = calibrate(model, tokens=128, n_sink=8)
+    made = calibrate(model, tokens=512, n_sink=8)
     assert made.fingerprint == art.Fingerprint.of(model) and len(made.layers) == 2
     # The same two, whichever way the config names them; others are all attention.
     edit_config(model, layer_types=None)

@@ -233,12 +233,12 @@ def test_other_hybrid_models_are_refused(tmp_path):
     from oscar_sglang.config import OscarError
     from oscar_sglang.refusals import refuse_model
 
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(MODELS["hybrid"]))
-    refuse_model(ModelConfig(str(tmp_path)))
-    path.write_text(json.dumps(MODELS["short convolution"]))
+    for name in ("hybrid", "short convolution"):  # SGLang keeps what it reads from a folder
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(MODELS[name]))
+    refuse_model(ModelConfig(str(tmp_path / "hybrid")))
     with pytest.raises(OscarError, match="convolution.*not tested.*drop --kv-cache-dtype int2"):
-        refuse_model(ModelConfig(str(tmp_path)))
+        refuse_model(ModelConfig(str(tmp_path / "short convolution")))
 
 
 QUANTISED = {
