@@ -67,7 +67,7 @@ COMPARISONS = (
     ("wide", "exact", EXACT, {"cuda": 5e-3, "cpu": 1e-6}),
     ("default", "exact", ALL, {"cuda": 0.3, "cpu": 0.3}),
     ("eager", "default", ALL, {"cuda": 5e-3, "cpu": 1e-6}),
-    ("default", "reference", ALL, {"cuda": 2e-2, "cpu": 1e-6}),
+    ("default", "reference", ALL, {"cuda": 5e-3, "cpu": 1e-6}),
 )
 
 

@@ -78,6 +78,33 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     return _delta_rule(q, k, v, g, beta, *states, cu_seqlens)
 
 
+def _sigmoid_mul(x, gate, inplace=False):
+    return x.mul_(gate.reshape(x.shape).sigmoid())
+
+
+def _missing(*_args):
+    raise NotImplementedError
+
+
+def _qk_norm_with_gate(q_gate, k, q_weight, k_weight, eps, head_dim, heads):
+    """q_gate [T, heads * 2 * head_dim], a head's gate after its query -> rows of heads."""
+    q, gate = q_gate.reshape(-1, heads, 2, head_dim).unbind(2)
+
+    def norm(x, weight):
+        x = x.reshape(-1, head_dim)
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight)
+
+    return norm(q, q_weight), norm(k, k_weight), gate.reshape(-1, head_dim)
+
+
+def _split_projections(qkvz, ba, k_heads, v_heads, k_dim, v_dim):
+    """Rows of q, k, v, z and of b, a -> q, k, v together; z by head; b; a."""
+    values = v_heads * v_dim
+    mixed, z = qkvz.split([qkvz.shape[1] - values, values], dim=1)
+    b, a = ba.split([v_heads, v_heads], dim=1)
+    return mixed, z.reshape(-1, v_heads, v_dim), b, a
+
+
 def install() -> None:
     """Before SGLang imports its hybrid models."""
     module = types.ModuleType("sgl_kernel.mamba")
@@ -87,10 +114,15 @@ def install() -> None:
     ops = torch.ops.sgl_kernel
     ops.fused_gdn_gating_cpu = _gating
     ops.fused_sigmoid_gating_delta_rule_update_cpu = fused_sigmoid_gating_delta_rule_update_cpu
+    ops.fused_sigmoid_mul_cpu = _sigmoid_mul  # from here on for Qwen3.5
+    ops.fused_qk_gemma_rmsnorm_cpu = _missing
+    ops.fused_qk_gemma_rmsnorm_with_gate_cpu = _qk_norm_with_gate
+    ops.fused_qkvzba_split_reshape_cat_contiguous_cpu = _split_projections
 
-    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
 
     fused_norm_gate.layer_norm_gated_fwd = _norm_gated
+    layernorm_gated._layer_norm_fwd = _norm_gated_of_qwen3_5
     from sglang.srt.models import qwen2_moe  # the layers beside them; not the hybrid models yet
 
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
@@ -99,6 +131,11 @@ def install() -> None:
 def _add_gated(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
     gate = (hidden_states @ gate_weight).sigmoid()
     final_hidden_states += gate[:, None] * shared_output
+
+
+def _norm_gated_of_qwen3_5(x, weight, bias, eps, *, z, activation, is_rms_norm, **_):
+    options = dict(activation=activation, eps=eps, residual=None, is_rms_norm=is_rms_norm)
+    return _norm_gated(x, z, weight, bias, **options)[:3]
 
 
 def _norm_gated(x, g, weight, bias, *, activation, eps, residual, is_rms_norm, **_):

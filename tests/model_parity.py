@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
 import gated_delta_net  # noqa: E402
 import inprocess  # noqa: E402
 import torch  # noqa: E402
-from tiny_models import FAMILIES, VOCAB, family  # noqa: E402
+from tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family  # noqa: E402
 
 from oscar_sglang import artifact as art  # noqa: E402
 
@@ -59,7 +59,7 @@ def run(folder: Path, windows: tuple[int, int] | None) -> dict:
     if windows:
         artifact = artifact_of(folder)
         flags = dict(oscar_sink_tokens=windows[0], oscar_recent_tokens=windows[1])
-    if folder.name == "qwen3-next":
+    if folder.name in HYBRID_FAMILIES:
         flags["disable_radix_cache"] = True  # with it SGLang wants a GPU for hybrid models
     runner = inprocess.Runner(
         folder, artifact, skip_tokenizer_init=True, max_total_tokens=1024, rows=5, **flags

@@ -60,6 +60,10 @@ def _adapter_flags(folder: Path) -> list[str]:
     return ["--enable-lora", "--lora-paths", *(f"{name}={folder / name}" for name in names)]
 
 
+def _no_prefix_cache(folder: Path) -> list[str]:
+    return ["--disable-radix-cache"]
+
+
 def _awq(folder: Path) -> None:
     """A Llama with every linear layer of its blocks in AWQ's 4-bit format."""
     family("llama-64", folder, head_dim=128, **_SIZES)
@@ -95,12 +99,13 @@ def _awq_pack(codes: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def _hybrid(head_dim: int, **more) -> Kind:
+def _hybrid(name: str, head_dim: int, **more) -> Kind:
     """Sizes that SGLang's kernels for linear attention are made for. They go on only from where a
-    state was kept, every 64 tokens of a prompt's end: prefixes are found there, or not at all."""
+    state was kept, at the end of a prompt or thereabouts: prefixes are found there, or not at all.
+    """
     sizes = dict(linear_key_head_dim=128, linear_value_head_dim=128, head_dim=head_dim)
-    make = _tiny("qwen3-next", **sizes)
-    return Kind(make, gpu="kernels for linear attention", sinks=1024, hits=("turn",), **more)
+    make, gpu = _tiny(name, **sizes), "kernels for linear attention"
+    return Kind(make, **dict(gpu=gpu, sinks=1024, hits=("turn",)) | more)
 
 
 _TRITON = ("--attention-backend", "triton")  # a FlashAttention-3 build may lack head_dim 256
@@ -112,8 +117,10 @@ KINDS = {
     "qwen3-moe-128": Kind(_tiny("qwen3-moe", head_dim=128), gpu=_MOE),
     "glm4-moe-128": Kind(_tiny("glm4-moe", head_dim=128), gpu=_MOE),
     "llama-256": Kind(_tiny("llama-256"), exact=_TRITON),
-    "qwen3-next-128": _hybrid(128),
-    "qwen3-next-256": _hybrid(256, exact=_TRITON),
+    "qwen3-next-128": _hybrid("qwen3-next", 128),
+    "qwen3-next-256": _hybrid("qwen3-next", 256, exact=_TRITON),
+    # SGLang keeps no states for the prefix cache of this form, the text-only one.
+    "qwen3.5-128": _hybrid("qwen3.5", 128, flags=_no_prefix_cache, hits=()),
     "fp8-128": Kind(
         _tiny("qwen3"),
         lambda folder: ["--quantization", "fp8"],

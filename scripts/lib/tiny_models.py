@@ -26,6 +26,18 @@ _COMMON = dict(
 
 
 _MOE = dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
+# Gated DeltaNet in every other layer; an output gate, RoPE on a quarter of the channels.
+_HYBRID = dict(
+    head_dim=64,
+    num_hidden_layers=4,
+    full_attention_interval=2,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+)
+HYBRID_FAMILIES = ("qwen3-next", "qwen3.5")
 # What sets an architecture apart for a KV cache, at the smallest size.
 FAMILIES = {
     "llama-64": dict(model_type="llama", head_dim=64),
@@ -43,21 +55,14 @@ FAMILIES = {
         first_k_dense_replace=1,
         **_MOE,
     ),
-    # Gated DeltaNet in every other layer, output gate, RoPE on a quarter of the channels.
     "qwen3-next": dict(
         model_type="qwen3_next",
-        head_dim=64,
-        num_hidden_layers=4,
-        full_attention_interval=2,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
         num_experts=4,
         shared_expert_intermediate_size=64,
         **_MOE,
+        **_HYBRID,
     ),
+    "qwen3.5": dict(model_type="qwen3_5_text", **_HYBRID),
 }
 
 
