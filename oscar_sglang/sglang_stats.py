@@ -129,6 +129,7 @@ def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str
         model_path=str(model_dir),
         device=device.partition(":")[0],
         disable_cuda_graph=True,
+        disable_radix_cache=True,  # nothing is asked twice; a hybrid model would keep states for it
         max_total_tokens=longest + 64,
         max_running_requests=1,
         chunked_prefill_size=max(longest, 512),
@@ -156,7 +157,11 @@ def _prefill(runner, ids: torch.Tensor):
 
     n, device, row = len(ids), ids.device, 1
     slots = torch.arange(1, n + 1, device=device)
-    runner.req_to_token_pool.req_to_token[row, :n] = slots.int()
+    requests = runner.req_to_token_pool
+    requests.req_to_token[row, :n] = slots.int()
+    if hasattr(requests, "mamba_pool"):  # a hybrid model's states, as its scheduler hands them out
+        requests.req_index_to_mamba_index_mapping[row] = row
+        requests.mamba_pool.clear_slots(torch.tensor([row], device=device))
     lengths = torch.tensor([n], device=device)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,

@@ -23,6 +23,10 @@ from oscar_sglang.calibration.fit import fit_layer
 from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
 from oscar_sglang.sglang_stats import collect_in_sglang
 
+if "qwen3.5" in sys.argv[1]:
+    sys.path.insert(0, sys.argv[4])
+    import gated_delta_net
+    gated_delta_net.install()
 model, tokens = Path(sys.argv[1]), load_tokens(sys.argv[2], Path(sys.argv[1]), 3000)
 inside, names = collect_in_sglang(model, tokens.sequences, tp=int(sys.argv[3]))
 outside = collect(load_model(model, "cpu"), tokens.sequences)
@@ -71,6 +75,12 @@ def test_statistics_inside_sglang_equal_those_of_transformers(smollm2):
 def test_ranks_see_their_own_heads(tmp_path):
     """Two tensor-parallel ranks, one KV head each, put together."""
     compare(tiny_models.with_tokenizer(tiny_models.llama(tmp_path / "model")), "random", 2)
+
+
+@pytest.mark.sglang
+def test_a_hybrid_model_shows_its_attention_layers(tmp_path):
+    model = tiny_models.family("qwen3.5", tmp_path / "qwen3.5")
+    compare(tiny_models.with_tokenizer(model), "random", 1, Path(__file__).parent)
 
 
 @pytest.mark.sglang

@@ -83,6 +83,7 @@ class Runner:
     def _take_state(self, row: int, prefix: Request | None, cached: int) -> None:
         """As SGLang's scheduler does: states of the linear layers begin at zero, or as a copy."""
         self.state_slots[row] = row
+        self.req_pool.mamba_pool.clear_slots(self.state_slots[row : row + 1])
         if prefix is not None:
             assert cached == len(prefix.tokens), "states are kept of a whole request only"
             old = self.state_slots[prefix.row : prefix.row + 1]
