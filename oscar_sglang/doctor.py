@@ -32,6 +32,9 @@ SIGNATURES = {
     "KVCacheConfigurator._build_mha_kv_pool": (
         *("self", "max_total_num_tokens", "mha_pool_class", "..."),
     ),
+    "KVCacheConfigurator._build_hybrid_linear_kv_pool": (
+        *("self", "max_total_num_tokens", "req_to_token_pool", "mha_pool_class"),
+    ),
     "ReqToTokenPool.clear": ("self",),
     "support_triton": ("backend",),
     "get_last_loc": ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
