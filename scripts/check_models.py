@@ -31,6 +31,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -135,11 +136,11 @@ def judge(kind: Kind, found: dict[str, dict], device: str) -> dict:
     return row
 
 
-def check(args: argparse.Namespace) -> dict[str, dict]:
+def check(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
+    """Kinds and their rows, each as soon as its servers are done."""
     kinds = {name: kind for name, kind in KINDS.items() if name in args.only}
     if REAL in args.only:
         kinds[REAL] = Kind(lambda folder: None)
-    rows, found = {}, {}
     for name, kind in list(kinds.items()):
         if args.device == "cpu" and kind.gpu:
             print(f"{name}: needs a GPU ({kind.gpu}), left out", flush=True)
@@ -160,28 +161,44 @@ def check(args: argparse.Namespace) -> dict[str, dict]:
             for name, kind in kinds.items()
             for run in args.runs
         }
-        found = {key: task.result() for key, task in tasks.items()}
-    for name in kinds:
-        answers = {run: found[name, run] for run in args.runs}
-        if name == REAL and args.save_reference and "error" not in answers["default"]:
-            save(args.save_reference, answers["default"])
-        if name == REAL and args.reference:
-            answers["reference"] = load(args.reference)
-        rows[name] = judge(kinds[name], answers, args.device)
-    return rows
+        for name, kind in kinds.items():
+            answers = {run: tasks[name, run].result() for run in args.runs}
+            if name == REAL and args.save_reference and "error" not in answers["default"]:
+                save(args.save_reference, answers["default"])
+            if name == REAL and args.reference:
+                answers["reference"] = load(args.reference)
+            yield name, judge(kind, answers, args.device)
 
 
-def report(rows: dict[str, dict]) -> None:
-    for name, row in rows.items():
-        for c in row["comparisons"]:
-            verdict = "ok" if c["ok"] else "FAILED" if c["prefix_hits"] else "FAILED (no hit)"
-            print(
-                f"{name:15} {c['run']:8} against {c['with']:9} {c['ratio']:.1e} of the spread "
-                f"(limit {c['limit']:.0e}, {c['worst_request']}), KL mean {c['mean']:.1e} "
-                f"max {c['max']:.1e}, top-1 {c['top1']:.1%}: {verdict}"
-            )
-        for run, error in row["errors"].items():
-            print(f"{name:15} {run:8} FAILED: {error.splitlines()[-1]}")
+def report(name: str, row: dict) -> None:
+    for c in row["comparisons"]:
+        verdict = "ok" if c["ok"] else "FAILED" if c["prefix_hits"] else "FAILED (no hit)"
+        print(
+            f"{name:15} {c['run']:8} against {c['with']:9} {c['ratio']:.1e} of the spread "
+            f"(limit {c['limit']:.0e}, {c['worst_request']}), KL mean {c['mean']:.1e} "
+            f"max {c['max']:.1e}, top-1 {c['top1']:.1%}: {verdict}",
+            flush=True,
+        )
+    for run, error in row["errors"].items():
+        print(f"{name:15} {run:8} FAILED: {error.splitlines()[-1]}", flush=True)
+
+
+def write(args: argparse.Namespace, rows: dict[str, dict], seconds: float) -> None:
+    """The results so far; kinds of an earlier run that this one leaves out are kept."""
+    versions = ("torch", "triton", "sglang", "transformers")
+    old = json.loads(args.json.read_text())["models"] if args.json.exists() else {}
+    result = {
+        "device": device_name() if args.device == "cuda" else "CPU",
+        "versions": {p: importlib.metadata.version(p) for p in versions},
+        "commit": commit(args.commit),
+        "command": shlex.join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "baselines": "stock SGLang, BF16 cache, same server flags (run exact)",
+        "weights": "random, but for the model called real",
+        "seconds": round(seconds),
+        "models": old | rows,
+    }
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -213,25 +230,14 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     args.log_dir.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    started, rows = time.monotonic(), {}
     with tempfile.TemporaryDirectory(prefix="check_models_") as work:
         args.work = Path(work)
-        rows = check(args)
-    report(rows)
-    if args.json:
-        versions = ("torch", "triton", "sglang", "transformers")
-        result = {
-            "device": device_name() if args.device == "cuda" else "CPU",
-            "versions": {p: importlib.metadata.version(p) for p in versions},
-            "commit": commit(args.commit),
-            "command": shlex.join(sys.argv),
-            "date": time.strftime("%Y-%m-%d"),
-            "baselines": "stock SGLang, BF16 cache, same server flags (run exact)",
-            "weights": "random, but for the model called real",
-            "seconds": round(time.monotonic() - started),
-            "models": rows,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        for name, row in check(args):
+            rows[name] = row | {"commit": commit(args.commit), "date": time.strftime("%Y-%m-%d")}
+            report(name, row)
+            if args.json:
+                write(args, rows, time.monotonic() - started)
     failed = [name for name, row in rows.items() if not row["ok"]]
     print("failed: " + ", ".join(failed) if failed else "every kind agrees", flush=True)
     return int(bool(failed))

@@ -60,8 +60,12 @@ def _adapter_flags(folder: Path) -> list[str]:
     return ["--enable-lora", "--lora-paths", *(f"{name}={folder / name}" for name in names)]
 
 
+def _few_states(folder: Path) -> list[str]:
+    return ["--max-mamba-cache-size", "64"]  # SGLang would give them half of the memory
+
+
 def _no_prefix_cache(folder: Path) -> list[str]:
-    return ["--disable-radix-cache"]
+    return [*_few_states(folder), "--disable-radix-cache"]
 
 
 def _awq(folder: Path) -> None:
@@ -105,7 +109,7 @@ def _hybrid(name: str, head_dim: int, **more) -> Kind:
     """
     sizes = dict(linear_key_head_dim=128, linear_value_head_dim=128, head_dim=head_dim)
     make, gpu = _tiny(name, **sizes), "kernels for linear attention"
-    return Kind(make, **dict(gpu=gpu, sinks=1024, hits=("turn",)) | more)
+    return Kind(make, **dict(flags=_few_states, gpu=gpu, sinks=1024, hits=("turn",)) | more)
 
 
 _TRITON = ("--attention-backend", "triton")  # a FlashAttention-3 build may lack head_dim 256
