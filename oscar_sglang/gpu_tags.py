@@ -69,7 +69,7 @@ class Flat(NamedTuple):
 
 class Fresh(NamedTuple):
     """What the forward under way writes, [T]. Addresses of rows that it does not write are the
-    padding row's first, which nobody reads."""
+    padding row's first, which nobody reads. ``begun``: earlier slots of blocks that it may seal."""
 
     slots: torch.Tensor
     tokens: torch.Tensor
@@ -78,6 +78,7 @@ class Fresh(NamedTuple):
     sink: torch.Tensor
     ring: torch.Tensor
     cache: torch.Tensor
+    begun: torch.Tensor
 
 
 class GpuTags:
@@ -88,7 +89,7 @@ class GpuTags:
         w, device = seg.windows, req_to_token.device
         self.seg, self.table, self.every, self.device = seg, req_to_token, every, device
         self.n_sink, self.n_recent = w.windows.n_sink, w.windows.n_recent
-        rows, self.cache_rows = len(w.recent_start), len(seg.sinks.tag)
+        rows, self.cache_rows, self.block = len(w.recent_start), len(seg.sinks.tag), seg.spec.block
 
         def zeros(n: int) -> torch.Tensor:
             return torch.zeros(n, dtype=torch.int64, device=device)
@@ -131,6 +132,8 @@ class GpuTags:
         for part in address.split(max(1, _SUM_BYTES // size)):
             if places is self.slots:
                 sums.append(coded_sums(*seg.history.read(0, part)))
+                if self.block > 1:
+                    sums[-1] += checksum(seg.history.channels[0][part // self.block])
             else:
                 sums.append(checksum(*(x[part.clamp_max(len(x) - 1)] for x in rows)))
         return torch.cat(sums)
@@ -147,6 +150,8 @@ class GpuTags:
             (self.cache, fresh.cache),
         ):
             places.put(address, fresh.chains, fresh.positions, self._sums(places, address))
+        # A block codec writes a token's codes with the last of its block.
+        self.slots.bytes[fresh.begun] = self._sums(self.slots, fresh.begun)
         self.token[fresh.slots] = fresh.tokens
         self.cache_slot[fresh.cache] = fresh.slots
 
@@ -200,6 +205,7 @@ class GpuTags:
             torch.where(in_sink, row * self.n_sink + position, 0),
             torch.where(in_ring, row * self.n_recent + position % self.n_recent, 0),
             self._cache_rows_of(slots, in_sink & (slots > 0)),
+            self._begun(rows, prefix),
         )
         self.row_chain[rows] = chains[(ends - prefix).cumsum(0) - 1]
         self.row_length[rows] = ends
@@ -211,6 +217,15 @@ class GpuTags:
         last = torch.zeros_like(self.cache_slot).scatter_reduce(0, row, order, "amax")
         return torch.where(last[row] == order, row, self.cache_rows)
 
+    def _begun(self, rows: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+        """Slots [B * block] of the tokens of unfinished blocks; 0 where there is none."""
+        if self.block == 1:
+            return rows[:0]
+        first = prefix - prefix % self.block
+        position = first[:, None] + torch.arange(self.block, device=self.device)
+        slots = self.table[rows[:, None], position.clamp_max(self.table.shape[1] - 1)].long()
+        return torch.where(position < prefix[:, None], slots, 0).flatten()
+
     # -- checks ----------------------------------------------------------------------------------
 
     def due(self) -> bool:
@@ -220,9 +235,8 @@ class GpuTags:
 
     def boundary(self, prefix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """First position [B] after the sink that the next token of a request reads exactly."""
-        return torch.maximum(self.row_start[rows], prefix + 1 - self.n_recent).clamp_min(
-            self.n_sink
-        )
+        low = torch.maximum(self.row_start[rows], prefix + 1 - self.n_recent)
+        return (low + (-low) % self.block).clamp_min(self.n_sink)
 
     def check(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
         """rows, prefix [B]: everything that attention is about to read of the cache."""

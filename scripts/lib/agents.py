@@ -154,13 +154,21 @@ def run_session(client: Client, turns: list[Turn], top: int) -> None:
 
 
 def kl_bound(a: dict[int, float], b: dict[int, float]) -> float:
-    """Lower bound of KL(a || b) of two top lists: a token that is missing in b's list has at most
-    the probability of its last entry; what neither names is one bucket."""
+    """Lower bound of KL(a || b) of two top lists: what only one of them names is one bucket; or,
+    where that says more, a token that is missing in b's list has at most the probability of its
+    last entry."""
     common, last = a.keys() & b.keys(), min(b.values())
-    total = sum(math.exp(p) * (p - b.get(t, last)) for t, p in a.items())
-    rest_a = max(1 - sum(math.exp(p) for p in a.values()), 1e-9)
-    rest_b = max(1 - sum(math.exp(b[t]) for t in common), 1e-9)
-    return max(0.0, total + rest_a * math.log(rest_a / rest_b))
+
+    def rest(mass_a: float) -> float:
+        left_a = max(1 - mass_a, 1e-9)
+        left_b = max(1 - sum(math.exp(b[t]) for t in common), 1e-9)
+        return left_a * math.log(left_a / left_b)
+
+    mass = {t: math.exp(p) for t, p in a.items()}
+    shared = sum(mass[t] * (a[t] - b[t]) for t in common)
+    only_a = sum(mass[t] * (a[t] - last) for t in a.keys() - common)
+    coarse = shared + rest(sum(mass[t] for t in common))
+    return max(0.0, coarse, shared + only_a + rest(sum(mass.values())))
 
 
 def foreign_kl(sessions: list[list[Turn]]) -> float:

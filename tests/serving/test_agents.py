@@ -31,7 +31,8 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
     flags += ["--chunked-prefill-size", "64", "--oscar-debug-tags"]
     flags += ["--oscar-sink-cache-tokens", "512"]  # as many as slots: no collisions
     flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32"]
-    # Requests are admitted without room for the answers of others: ``long`` outgrows the pool.
+    # Requests are admitted without room for the answers of those admitted before: ``long``, whose
+    # prompts take a chunk each, outgrows the pool.
     flags += ["--schedule-conservativeness", "0"]
     # As many cached tokens must mean the same rows: recomputing would hide what was evicted.
     flags += ["--oscar-prefix-window", "reuse"]
@@ -39,7 +40,7 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
     same = Workload(sessions=4, systems=4, system_tokens=8, turn_tokens=(4, 12), hangups=0)
     same = replace(same, answer_tokens=(4, 12), top=VOCAB)
     work = Workload(sessions=8, turn_tokens=(8, 40), answer_tokens=(4, 16), top=VOCAB)
-    long = replace(same, turns=1, turn_tokens=(20, 30), answer_tokens=(105, 115))
+    long = replace(same, turns=1, turn_tokens=(60, 70), answer_tokens=(75, 85))
     with Server(sharp(tmp_path / "model"), tmp_path / "log", *flags) as server:
         retracted = simulate(server, long, concurrency=4)
         equal = simulate(server, same, concurrency=4)
@@ -72,6 +73,9 @@ def test_kl_bound():
     assert kl_bound(a, b) == pytest.approx(0.8 * math.log(2) + 0.2 * math.log(0.2 / 0.6))
     other = {7: math.log(0.9), 8: math.log(0.01)}
     assert kl_bound(a, other) > 1
+    # A rare token that b's list lacks must not hide that the common one moved.
+    a, b = {1: math.log(0.5), 2: math.log(0.01)}, {1: math.log(0.4), 3: math.log(0.02)}
+    assert kl_bound(a, b) == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6))
 
 
 class Recorded:
