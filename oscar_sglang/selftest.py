@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernels import reference
+from .kernels import cuda_store, reference
 from .kernels.codec import CODECS, LayerParams
 from .kernels.decode import DecodeAttention
 from .kernels.layout import HistoryLayout, WindowLayout
@@ -147,7 +147,11 @@ def compare(device, triton_only: bool, shape: Shape = Shape()) -> Agreement:
     )  # fmt: skip
     q_rot = torch.empty(rows[0].shape, device=ours.device)
     out = torch.empty(rows[0].shape, dtype=torch.bfloat16, device=ours.device)
-    store(view, ours.tokens(batch), *rows, q_rot, triton_only)
+    tokens = ours.tokens(batch)
+    taken = attention.cuda and cuda_store.supported(view, tokens, *rows, q_rot)
+    if not triton_only and not taken:  # both would fall back to the Triton kernels
+        raise RuntimeError("the CUDA kernels do not support what the self-test runs")
+    store(view, tokens, *rows, q_rot, triton_only)
     step = attention.step(requests)
     step.plan(batch.rows, batch.seq_lens, ours.seg.windows.recent_start)
     step(view, q_rot, ours.table, out, scale=scale)

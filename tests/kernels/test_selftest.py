@@ -28,6 +28,12 @@ def test_sound_cuda_kernels(device, head_dim):
     assert found.sound, str(found)
 
 
+def test_no_fallback_passes_for_the_cuda_kernels(device):
+    """head_dim 32 has no CUDA form, nor has a CPU."""
+    with pytest.raises(RuntimeError, match="CUDA kernels do not support"):
+        compare(device, triton_only=False, shape=SMALL)
+
+
 def test_a_wrong_store_is_found(device, shape, monkeypatch):
     real = selftest.store
 
