@@ -95,6 +95,8 @@ def usage(client: Client) -> dict:
     state = client.internal_state().get("oscar", {})
     names = ("history_tokens", "tokens_capacity", "debug_tags")
     used = {k: state[k] for k in names if k in state}
+    if "tokens_capacity" in used:
+        used["available_tokens"] = used["tokens_capacity"] - used["history_tokens"]
     if (gpu := gpu_mb()) is not None:
         used["gpu_mb"] = gpu
     if isinstance(client, Server):
@@ -113,8 +115,11 @@ def run(
     before, begin = usage(client), time.perf_counter()
     result = simulate(client, work, concurrency, say, text, seconds)
     result["seconds"] = round(time.perf_counter() - begin, 1)
-    result |= {"before": before, "after": usage(client)}
-    return result
+    after = usage(client)
+    growth = {
+        f"{k}_growth": round(after[k] - before[k], 1) for k in ("gpu_mb", "rss_mb") if k in after
+    }
+    return result | {"before": before, "after": after, **growth}
 
 
 def servers(args: argparse.Namespace) -> Iterator[tuple[Client, dict]]:

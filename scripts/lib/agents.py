@@ -61,7 +61,7 @@ class Turn:
     hangup_after: int | None  # events of the stream
     prompt: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)
+    top: list[dict[int, float] | None] = field(default_factory=list)
     cached: int = 0
 
 
@@ -69,7 +69,7 @@ class Turn:
 class Difference:
     """The first token of a turn that differs from the run alone. All in nats.
 
-    kl     lower bound of KL(alone || together) from the top tokens
+    kl     lower bound of KL(alone || together) from the top tokens; None: not all were reported
     gap    between the best token alone and the one chosen together (None: not among the top)
 
     Of a large difference (see ``probe``):
@@ -81,13 +81,15 @@ class Difference:
     session: int
     turn: int
     token: int
-    kl: float
+    kl: float | None
     gap: float | None
     comparable: bool = False
     nearest: float | None = None
     widest: float | None = None
 
     def kind(self, foreign: float) -> str:
+        if self.kl is None:
+            return "tie" if self.gap is not None and self.gap <= TIE_NATS else "corrupt"
         limit = FOREIGN_SHARE * foreign
         if self.gap is not None and self.kl <= limit:
             return "tie" if self.gap <= TIE_NATS else "drift"
@@ -125,7 +127,11 @@ def ask(client: Client, turn: Turn, top: int) -> tuple[list[int], list[dict], in
     reply = client.generate(turn.prompt, turn.new_tokens, **options)
     meta = reply["meta_info"]
     steps = [{t: value for value, t, *_ in step} for step in meta["output_top_logprobs"]]
-    return reply["output_ids"], steps, meta["cached_tokens"]
+    ids, named = reply["output_ids"], [t for _, t, *_ in meta["output_token_logprobs"]]
+    missing = len(ids) - len(steps)  # SGLang loses the first of a request retracted right after it
+    if named != ids[missing:] or missing < 0:
+        raise RuntimeError(f"log-probabilities of {named} for the answer {ids}")
+    return ids, [None] * missing + steps, meta["cached_tokens"]
 
 
 def hang_up(client: Client, prompt: list[int], new_tokens: int, events: int) -> None:
@@ -177,6 +183,7 @@ def foreign_kl(sessions: list[list[Turn]]) -> float:
         kl_bound(a[t].top[0], b[t].top[0])
         for a, b in itertools.permutations(sessions, 2)
         for t in range(len(a))
+        if a[t].top[0] is not None and b[t].top[0] is not None
     ]
     return statistics.median(pairs) if pairs else math.inf
 
@@ -187,11 +194,13 @@ def compare(
     """First difference of a turn from ``answer`` alone, and the KL at the tokens before it."""
     noise = []
     for i, (mine, alone) in enumerate(zip(together.answer, answer, strict=True)):
-        kl = kl_bound(top[i], together.top[i])
+        here, known = top[i], top[i] is not None and together.top[i] is not None
+        kl = kl_bound(here, together.top[i]) if known else None
         if mine != alone:
-            gap = top[i][alone] - top[i][mine] if mine in top[i] else None
+            gap = here[alone] - here[mine] if here and mine in here else None
             return Difference(session, number, i, kl, gap), noise
-        noise.append(kl)
+        if known:
+            noise.append(kl)
     return None, noise
 
 
@@ -243,7 +252,7 @@ def simulate(
             noise[comparable] += kls
             if difference:
                 difference = replace(difference, comparable=comparable)
-                if difference.kind(foreign) == "corrupt":
+                if difference.kl is not None and difference.kind(foreign) == "corrupt":
                     large.append((difference, turn, top[difference.token]))
                 else:
                     differences.append(difference)
@@ -263,9 +272,9 @@ def matching(client: Client) -> tuple[int, int]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    values = sorted(values) or [0.0]
+    n, values = len(values), sorted(values) or [0.0]
     top = values[int(0.99 * (len(values) - 1))]
-    return {"n": len(values), "mean": statistics.fmean(values), "p99": top, "max": values[-1]}
+    return {"n": n, "mean": statistics.fmean(values), "p99": top, "max": values[-1]}
 
 
 def report(w, concurrency, sessions, differences, noise, tail: int = 0, page: int = 1) -> dict:
@@ -288,8 +297,9 @@ def report(w, concurrency, sessions, differences, noise, tail: int = 0, page: in
         "kl_of_agreeing_tokens": spread(noise[False]),
         "kl_of_comparable_tokens": spread(noise[True]),
         "kl_of_foreign_sessions": foreign,
+        "unreported_tokens": sum(x is None for turns in sessions for t in turns for x in t.top),
         "differing_sessions": len(first),
-        "kl_at_first_differing_token": spread([d.kl for d in first.values()]),
+        "kl_at_first_differing_token": spread([d.kl for d in first.values() if d.kl is not None]),
         **{kind: kinds.count(kind) for kind in ("tie", "drift", "corrupt")},
         "differences": [
             {**asdict(d), "kind": kind} for d, kind in zip(differences, kinds, strict=True)

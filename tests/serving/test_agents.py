@@ -8,7 +8,7 @@ from pathlib import Path
 
 import agent_sim
 import pytest
-from agents import Turn, Workload, compare, kl_bound, plan, probe, report, simulate
+from agents import Turn, Workload, ask, compare, kl_bound, plan, probe, report, simulate
 from safetensors.torch import load_file, save_file
 from server import Server
 from tiny_models import VOCAB, qwen3
@@ -91,7 +91,11 @@ class Recorded:
         if not options:
             return None
         step = [(value, token, None) for token, value in self.answers.pop(0).items()]
-        meta = {"output_top_logprobs": [step], "cached_tokens": 0}
+        meta = {
+            "output_top_logprobs": [step],
+            "output_token_logprobs": step[:1],
+            "cached_tokens": 0,
+        }
         return {"output_ids": [step[0][1]], "meta_info": meta}
 
 
@@ -111,6 +115,24 @@ def test_a_large_difference_is_probed(ways, kind):
     found, _ = compare(0, 0, turn, [1], [SURE])
     assert found.kl > 1 and found.kind(foreign=5.0) == "corrupt"
     assert probe(Recorded(list(ways)), found, turn, SURE, 2).kind(foreign=5.0) == kind
+
+
+def test_a_token_without_reported_probabilities():
+    """SGLang loses those of the first token of a request that it retracts right after it."""
+    step = [(-0.1, 5, None)]
+    meta = {"output_top_logprobs": [step], "output_token_logprobs": step, "cached_tokens": 3}
+    reply = {"output_ids": [9, 5], "meta_info": meta}
+    client = type("", (), {"generate": lambda *_, **__: reply})()
+    turn = Turn([], 2, None, prompt=[1])
+    assert ask(client, turn, 1) == ([9, 5], [None, {5: -0.1}], 3)
+    reply["output_ids"] = [5, 9]
+    with pytest.raises(RuntimeError, match="log-probabilities"):
+        ask(client, turn, 1)
+    turn.answer, turn.top = [9, 5], [None, {5: -0.1}]
+    tie, noise = compare(0, 0, turn, [8, 5], [{8: -0.7, 9: -0.75}, {5: -0.1}])
+    assert tie.kl is None and noise == [] and tie.kind(foreign=2.0) == "tie"
+    far, _ = compare(0, 0, turn, [8, 5], [{8: -0.1, 9: -3.0}, {5: -0.1}])
+    assert far.kind(foreign=2.0) == "corrupt"
 
 
 CALM = {"history_tokens": 0, "tokens_capacity": 900, "gpu_mb": 4000.0}
