@@ -2,9 +2,10 @@
 
     python backend_parity.py MODEL CODEC EVERY
 
-The GPU backend's Triton kernels run under the interpreter and FlashAttention is replaced
-by the reference. Its debug tags check every EVERY-th step. Prints one JSON object: relative
-differences of logits, sink-cache counters, what the tags have seen and what they say to faults.
+Without a GPU the GPU backend's Triton kernels run under the interpreter and FlashAttention is
+replaced by the reference. Its debug tags check every EVERY-th step. Prints one JSON object:
+relative differences of logits, sink-cache counters, what the tags have seen and what they say to
+faults. With a GPU only the last two, of the backend as it is served there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+from oscar_sglang.launch_server import has_gpu
+
+if not has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
 
@@ -78,6 +82,24 @@ def faults(runner: Runner) -> dict[str, str]:
     return said
 
 
+def on_gpu(model: str, codec: str, every: str) -> None:
+    runner = Runner(
+        model,
+        "auto",
+        oscar_codec=codec,
+        skip_tokenizer_init=True,
+        rows=9,
+        max_total_tokens=4096,
+        oscar_sink_tokens=16,
+        oscar_recent_tokens=48,
+        oscar_debug_tags=True,
+        oscar_debug_tags_every=int(every),
+    )
+    runner.pool.tags.arm()
+    scenario(runner, 1, BLOCKS)
+    print(json.dumps({"tags": runner.pool.stats()["debug_tags"], "faults": faults(runner)}))
+
+
 def main(model: str, codec: str, every: str) -> None:
     runner = Runner(
         model,
@@ -126,4 +148,4 @@ def main(model: str, codec: str, every: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (on_gpu if has_gpu() else main)(*sys.argv[1:])

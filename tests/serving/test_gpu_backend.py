@@ -1,4 +1,5 @@
-"""The GPU backend's own code on a CPU: Triton under the interpreter, a two-layer model."""
+"""The GPU backend's own code on a CPU: Triton under the interpreter, a two-layer model; on a GPU
+its debug tags."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+
+from oscar_sglang.launch_server import has_gpu
 
 pytestmark = pytest.mark.sglang
 
@@ -21,6 +24,29 @@ SAID = {
 }
 
 
+def run(model: Path, codec: str, every: int) -> dict:
+    script = Path(__file__).parents[1] / "backend_parity.py"
+    done = subprocess.run(
+        [sys.executable, script, model, codec, str(every)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+def test_debug_tags_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
+    result = run(tiny_models.qwen3(tmp_path / "model"), "feedback", 1)
+    tags = result["tags"]
+    assert tags["steps"] == tags["checked_steps"] == 8 and tags["checked_tokens"] > 1000
+    for fault, words in SAID.items():
+        assert words in result["faults"][fault], result["faults"]
+
+
+@pytest.mark.skipif(has_gpu(), reason="interprets kernels on a CPU")
 @pytest.mark.parametrize(
     "codec, make, every",
     [
@@ -31,15 +57,7 @@ SAID = {
 )
 def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, make, every):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
-    model = make(tmp_path / "model")
-    script = Path(__file__).parents[1] / "backend_parity.py"
-    done = subprocess.run(
-        [sys.executable, script, model, codec, str(every)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = run(make(tmp_path / "model"), codec, every)
     # Both store the same codes; logits differ by float32 rounding and FP16 operands of attend.
     assert max(result["differences"]) < 2e-3, result["differences"]
     reference, gpu = result["counts"]
