@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -14,9 +15,13 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below the ports that the system hands out by itself: a server binds its own only when the
+    model is loaded, and until then another process could be given it."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 class Client:
