@@ -27,6 +27,7 @@ PREFIX_WINDOWS = ("reuse", "recompute")
 OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
 PREFIX = "oscar_"
 DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
+KERNELS_VARIABLE = "OSCAR_SGLANG_KERNELS"
 
 
 class OscarError(ValueError):
@@ -192,6 +193,14 @@ def disabled() -> bool:
     """The kill switch: $OSCAR_SGLANG_DISABLE set to anything but 0, false, no or off."""
     value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
     return value not in ("", "0", "false", "no", "off")
+
+
+def portable_kernels() -> bool:
+    """Whether $OSCAR_SGLANG_KERNELS asks for the Triton kernels where CUDA ones exist."""
+    value = os.environ.get(KERNELS_VARIABLE, "cuda").strip().lower()
+    if value not in ("cuda", "triton"):
+        raise OscarError(f"${KERNELS_VARIABLE} is cuda or triton, got {value!r}")
+    return value == "triton"
 
 
 def cache_dir() -> Path:

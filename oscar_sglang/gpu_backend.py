@@ -92,6 +92,14 @@ class OscarGpuBackend(AttentionBackend):
             every,
         )
 
+    def check_kernels(self) -> None:
+        """Compare CUDA kernels that no GPU has run yet with the reference, before serving."""
+        from .selftest import UNPROVEN, check_served
+
+        spec = self.pool.segments.spec
+        if self.decode_attention.cuda and spec.name in UNPROVEN:
+            check_served(self.decode_attention, spec, self.views[0].params)
+
     def _log_kernels(self) -> None:
         prefill = getattr(self.varlen, "__name__", type(self.varlen).__name__)
         logger.info("oscar: prefill attention by %s", prefill)
@@ -100,7 +108,8 @@ class OscarGpuBackend(AttentionBackend):
         else:
             logger.warning(
                 "oscar: decode attention in portable Triton, which is slower: the CUDA kernels "
-                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer and an NVRTC library"
+                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer and an NVRTC "
+                "library, and $OSCAR_SGLANG_KERNELS unset"
             )
         if not cuda_store.has_codec(self.pool.segments.spec):
             logger.warning(
@@ -258,7 +267,7 @@ class OscarGpuBackend(AttentionBackend):
         lse = self.varlen(q, k, v, to, causal=True, **fresh, **shape)
         if plan.tiles:
             self._add_prefix(view, q, to, lse, out, shape)
-        store(view, self.tokens, q, k, v, None)
+        store(view, self.tokens, q, k, v, None, triton_only=not self.decode_attention.cuda)
         return out.flatten(1)
 
     def _output(self, q: torch.Tensor, forward_batch) -> torch.Tensor:

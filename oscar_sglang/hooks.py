@@ -443,7 +443,9 @@ def _create_backend(runner: Any) -> Any:
         return OscarAttnBackend(runner)
     from .gpu_backend import OscarGpuBackend
 
-    return OscarGpuBackend(runner)
+    backend = OscarGpuBackend(runner)
+    backend.check_kernels()
+    return backend
 
 
 def missing_hooks() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .config import OscarConfig
+from .config import OscarConfig, portable_kernels
 from .hybrid import attention_layer_ids
 from .kernels.codec import CODECS
 from .kernels.layout import MemoryPlan, WindowLayout
@@ -141,7 +141,6 @@ def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
     """The kernels' decode attention for this rank; its buffers are allocated on first use."""
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
-    from .kernels.cuda_attend import has_layout
     from .kernels.decode import DecodeAttention
 
     return DecodeAttention(
@@ -154,5 +153,5 @@ def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
         max_batch=plan.rows - 1,
         device=kvc.device,
         block=plan.history.block,
-        triton_only=not has_layout(plan.history),
+        triton_only=portable_kernels(),
     )

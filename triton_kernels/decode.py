@@ -38,7 +38,7 @@ class DecodeAttention:
         page_size: int, max_batch: int, device, max_q: int = 1, triton_only: bool = False,
         block: int = 1,
     ) -> None:  # fmt: skip
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.heads, self.kv_heads, self.head_dim, self.dtype = heads, kv_heads, head_dim, dtype
         self.windows, self.page_size, self.device = windows, page_size, torch.device(device)
         self.block = block
         self.cuda = not triton_only and cuda_attend.supported(self.device, head_dim, dtype)
@@ -126,7 +126,7 @@ class DecodeStep:
         if few and self._owner.cuda and cuda_store.supported(view, tokens, q, k, v, q_rot):
             fresh = cuda_store.rotate(view, tokens, q, k, v, q_rot)
         else:
-            store(view, tokens, q, k, v, q_rot)
+            store(view, tokens, q, k, v, q_rot, triton_only=not self._owner.cuda)
         return self(view, q_rot, req_to_token, out, fresh=fresh, scale=scale, logit_cap=logit_cap)
 
     def __call__(

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from oscar_sglang import selftest
+from oscar_sglang.config import OscarError
+from oscar_sglang.kernels.codec import CODECS
+from oscar_sglang.kernels.decode import DecodeAttention
 from oscar_sglang.kernels.layout import WindowLayout
-from oscar_sglang.selftest import Shape, compare
+from oscar_sglang.selftest import Shape, check_served, compare
 
 SMALL = Shape(32, 2, 2, lens=(70, 33, 5), windows=WindowLayout(8, 16))
 
@@ -19,6 +22,44 @@ def test_sound_kernels(device, shape):
     found = compare(device, triton_only=True, shape=shape)
     assert found.sound and found.attention_error > 0, str(found)
     assert "attention within" in str(found)
+
+
+def served(lab, device, codec_name: str, triton_only: bool) -> tuple:
+    """What a server would check: its decode attention, codec and one layer's parameters."""
+    spec = CODECS[codec_name]
+    # The interpreter cuts BF16 off instead of rounding it.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    dim, heads, windows = (128, 8, (64, 256)) if device.type == "cuda" else (16, 1, (6, 10))
+    attention = DecodeAttention(
+        heads=2 * heads, kv_heads=heads, head_dim=dim, dtype=dtype,
+        windows=WindowLayout(windows[0], spec.ring_tokens(windows[1])),
+        page_size=max(16, spec.block), max_batch=3, device=device, triton_only=triton_only,
+        block=spec.block,
+    )  # fmt: skip
+    cache = lab(kv_heads=heads, dim=dim, lens=(8,), codec_name=codec_name)
+    return attention, spec, cache.seg.params[0]
+
+
+@pytest.mark.parametrize("codec_name", ["compact", "lloyd", "omni"])
+def test_sound_kernels_of_a_server(lab, device, codec_name):
+    check_served(*served(lab, device, codec_name, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec_name", selftest.UNPROVEN)
+def test_sound_cuda_kernels_of_a_server(lab, device, codec_name):
+    check_served(*served(lab, device, codec_name, False))
+
+
+def test_a_server_with_wrong_kernels_is_stopped(lab, device, monkeypatch):
+    attention, spec, params = served(lab, device, "lloyd", True)
+    real = selftest.store
+    monkeypatch.setattr(selftest, "store", lambda v, t, q, k, x, *a: real(v, t, q, x, k, *a))
+    with pytest.raises(OscarError, match="lloyd are wrong here.*OSCAR_SGLANG_KERNELS=triton"):
+        check_served(attention, spec, params)
+    monkeypatch.setattr(selftest, "store", None)
+    with pytest.raises(OscarError, match="lloyd fail here.*OSCAR_SGLANG_KERNELS=triton"):
+        check_served(attention, spec, params)
 
 
 @pytest.mark.gpu
