@@ -100,7 +100,7 @@ def refuse_page_size(page_size: int, codec: str) -> None:
         )
 
 
-def refuse_model(config: Any) -> None:
+def refuse_model(config: Any, tp_size: int = 1) -> None:
     """Models whose cache is not plain multi-head K and V. ``config``: SGLang's ModelConfig."""
     name = ", ".join(config.hf_config.architectures or ["this model"])
     if config.attention_arch.name != "MHA":
@@ -115,6 +115,11 @@ def refuse_model(config: Any) -> None:
             f"{name} mixes attention with Mamba, convolution or linear-attention layers of a kind "
             "that int2 is not tested with (tested: Gated DeltaNet, as in Qwen3-Next and Qwen3.5); "
             "drop --kv-cache-dtype int2"
+        )
+    if is_hybrid(config) and tp_size > 1:
+        raise OscarError(
+            f"int2 is not tested with hybrid models like {name} on several GPUs; drop --tp-size "
+            f"{tp_size} or --kv-cache-dtype int2"
         )
     window = getattr(config.hf_text_config, "sliding_window", None)
     uses_window = getattr(config.hf_text_config, "use_sliding_window", window is not None)

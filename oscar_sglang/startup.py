@@ -62,7 +62,7 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
             "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
         )
     model = server_args.get_model_config()
-    refuse_model(model)
+    refuse_model(model, server_args.tp_size)
     config = config.with_prefix_window(is_hybrid(model))
     return config.with_artifact(*_find_artifact(server_args, config))
 
@@ -87,6 +87,11 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
         fingerprint = art.Fingerprint.of(folder)
         if config.artifact != "auto":
             path = Path(config.artifact).expanduser()
+            if path.resolve().parent == folder.resolve() and path.suffix == ".safetensors":
+                raise OscarError(
+                    f"{path}: SGLang takes every .safetensors file in the model's folder for "
+                    "weights; move the artifact to another folder"
+                )
             found = art.load(path)
             art.check(found, fingerprint, config.codec)
             _check_omni(path, found, config)

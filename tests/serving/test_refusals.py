@@ -65,6 +65,7 @@ CASES = {
     "truncated artifact": ("llama", "truncated", (), {}, ["truncated", "calibrate"]),
     "not an artifact": ("llama", "text", (), {}, ["text.safetensors", "calibrate"]),
     "missing artifact": ("llama", "nowhere", (), {}, ["nowhere", "calibrate"]),
+    "artifact among weights": ("llama", "llama/good", (), {}, ["weights", "another folder"]),
     "missing layer": ("llama", "no-layer-1", (), {}, ["layers.1", "calibrate"]),
     "another model's artifact": ("llama", "foreign", (), {}, ["kv_heads", "4", "2"]),
     "another codec's artifact": (
@@ -176,6 +177,7 @@ def _write_artifacts(folder: Path, model: Path) -> None:
     fingerprint = artifact.Fingerprint.of(model)
     good = folder / "good.safetensors"
     artifact.data_free(fingerprint, "feedback").save(good)
+    (model / "good.safetensors").write_bytes(good.read_bytes())
     artifact.data_free(fingerprint, "omni").save(folder / "blocks.safetensors")
     (folder / "truncated.safetensors").write_bytes(good.read_bytes()[:-1000])
     (folder / "text.safetensors").write_text("not an artifact" * 100)
@@ -237,6 +239,8 @@ def test_other_hybrid_models_are_refused(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(MODELS[name]))
     refuse_model(ModelConfig(str(tmp_path / "hybrid")))
+    with pytest.raises(OscarError, match="several GPUs.*drop --tp-size 2"):
+        refuse_model(ModelConfig(str(tmp_path / "hybrid")), tp_size=2)
     with pytest.raises(OscarError, match="convolution.*not tested.*drop --kv-cache-dtype int2"):
         refuse_model(ModelConfig(str(tmp_path / "short convolution")))
 
