@@ -23,10 +23,8 @@ an error, or GPU memory grew by more than --growth-mb.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
 from agents import Workload, simulate  # noqa: E402
 from endurance import device_name, gpu_used  # noqa: E402
+from provenance import header  # noqa: E402
 from server import Client, Server  # noqa: E402
 
 ERRORS = ("memory leak detected", "double free", "use-after-free", "Traceback", "OwnershipError")
@@ -67,7 +66,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--seconds", type=float, help="begin no comparison later than this after a run")
     p.add_argument("--tokens", type=Path, help="token archive that prompts are cut from")
     p.add_argument("--growth-mb", type=float, default=64, help="GPU memory that may be added")
-    p.add_argument("--commit", help="commit to report where there is no git")
+    p.add_argument("--commit", help="of the code, where git does not know it")
     p.add_argument("--out", type=Path, help="write the report as JSON")
     own = sys.argv[1:]
     cut = own.index("--") if "--" in own else len(own)
@@ -168,20 +167,6 @@ def from_log(client: Client) -> dict:
     return {"log": {"retractions": full, "forced_retractions": forced, "errors": errors}}
 
 
-def provenance(args: argparse.Namespace) -> dict:
-    git = subprocess.run(
-        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
-    )
-    return {
-        "device": device_name(),
-        "versions": {p: importlib.metadata.version(p) for p in ("torch", "triton", "sglang")},
-        "commit": git.stdout.strip() or args.commit or "unknown",
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "baselines": ["the same session alone on an empty cache"],
-    }
-
-
 def main() -> int:
     args = parse()
     text = None
@@ -190,7 +175,8 @@ def main() -> int:
             text = np.concatenate([z[k].ravel() for k in z.files]).tolist()
     values = {f.name: getattr(args, f.name) for f in fields(Workload)}
     work = Workload(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    report = {**provenance(args), "runs": []}
+    report = header(device_name(), args.commit)
+    report |= {"baselines": ["the same session alone on an empty cache"], "runs": []}
     for client, about in servers(args):
         for concurrency in args.concurrency:
             result = {**about, **run(client, work, concurrency, text, args.seconds)} | from_log(
