@@ -100,7 +100,7 @@ class Cache:
             batch, context, kv_heads, group, dim,
         )  # fmt: skip
         self.windows = windows or WindowLayout()
-        spec = {**codec.CODECS, "omni": codec.OMNI}[codec_name]
+        spec = codec.CODECS[codec_name]
         self.layout = layout = spec.layout(kv_heads, dim)
         self.page = page = max(page, spec.block)
         unit = max(64, page)
@@ -160,7 +160,7 @@ class Cache:
         own = DecodeAttention(
             heads=self.kv_heads * self.group, kv_heads=self.kv_heads, head_dim=self.dim,
             dtype=torch.bfloat16, windows=self.windows, page_size=self.page,
-            max_batch=self.batch, device=DEV, triton_only=triton_only,
+            max_batch=self.batch, device=DEV, triton_only=triton_only, block=self.layout.block,
         )  # fmt: skip
         chosen, shape = own._shape(self.batch, 1)
         if form is not None:

@@ -23,7 +23,7 @@ import torch
 from bench_common import DEV, Cache, ceilings, graph_time, random_params
 from provenance import commit
 
-from oscar_sglang.kernels import codec
+from oscar_sglang.kernels import codec, codec_omni
 from oscar_sglang.kernels.materialise import materialise
 from oscar_sglang.kernels.store import store
 from oscar_sglang.kernels.views import TokenBatch
@@ -133,13 +133,11 @@ def codec_views(view, params: list) -> list:
     ]
 
 
-def fresh(tokens: int, dim: int = 128):
-    """q, k, v views of a fused projection, and where the tokens go."""
-    i = torch.arange(tokens, device=DEV)
-    none = torch.full_like(i, -1)
-    where = TokenBatch(
-        torch.ones_like(i), i + 1000, torch.full_like(i, 1000 + tokens), i + 64, none
-    )
+def fresh(tokens: int, dim: int = 128, first: int = 1024):
+    """q, k, v views of a fused projection, and where the tokens from position ``first`` on go."""
+    position = torch.arange(first, first + tokens, device=DEV)
+    row, none = torch.ones_like(position), torch.full_like(position, -1)
+    where = TokenBatch(row, position, torch.full_like(position, first + tokens), position, none)
     qkv = torch.randn(tokens, 48, dim, device=DEV).bfloat16()
     return where, *qkv.split([32, 8, 8], 1)
 
@@ -179,6 +177,28 @@ def check_store(cache: Cache) -> None:
         raise SystemExit(f"store: rotated queries are off by {float(off):.2e}")
 
 
+def bench_seal(bench: Bench, params: list) -> None:
+    """Store of ``omni``: a step that ends no block, one that ends one, a prompt of 64."""
+    cache = Cache(1, 16384, codec_name="omni")
+    where, q, k, v = fresh(2 * cache.page)
+    store(cache.view, where, q, k, v, None)
+    got = cache.seg.history.read(0, where.slots)[0].packed
+    k_rot = codec.rotate(k, cache.view.params.r_k).bfloat16().float()
+    blocks = k_rot.split(cache.page)
+    want = torch.cat([codec_omni.encode_k(block).packed for block in blocks])
+    if (share := float((got == want).all(-1).float().mean())) < 0.97:
+        raise SystemExit(f"store of omni: only {share:.3f} of the rows agree")
+    views = codec_views(cache.view, params)
+    for tokens, blocks in ((1, 0), (1, 1), (64, 0), (64, 1), (8192, 64)):
+        where, q, k, v = fresh(tokens, first=1152 - tokens if blocks == 1 else 1024)
+        q_rot = torch.empty(tokens, 32, 128, device=DEV)
+        some = views if tokens < 8192 else views[:4]
+        us = graph_time([partial(store, w, where, q, k, v, q_rot) for w in some])
+        bench.add(
+            "store", us, codec="omni", batch=tokens, blocks=blocks, page_size=cache.page, gqa=4
+        )
+
+
 def bench_store(bench: Bench) -> None:
     names = [name for name, spec in codec.CODECS.items() if spec.block == 1]
     caches = {name: Cache(1, 16384, codec_name=name) for name in names}
@@ -199,6 +219,7 @@ def bench_store(bench: Bench) -> None:
                 bench.add(
                     "store" + suffix, us, codec=name, batch=tokens, page_size=16, gqa=4, **extra
                 )
+    bench_seal(bench, codec_params(MODEL_LAYERS))
 
 
 def bench_materialise(bench: Bench) -> None:

@@ -39,7 +39,7 @@ from .codec_affine import (
 from .layout import HistoryLayout
 
 __all__ = [
-    "CODECS", "LEVELS", "OMNI", "CodecSpec", "LayerParams", "RangeRule", "Rows", "decode",
+    "CODECS", "LEVELS", "CodecSpec", "LayerParams", "RangeRule", "Rows", "decode",
     "decode_k", "decode_v", "encode_k", "encode_v", "feedback_codes", "pack", "rotate",
     "round_codes", "spec_of", "unpack", "value_range",
 ]  # fmt: skip
@@ -142,7 +142,6 @@ CODECS = {
         ),
     )
 }
-OMNI = CODECS["omni"]
 
 
 def spec_of(name: str, options: Mapping[str, Any]) -> CodecSpec:
