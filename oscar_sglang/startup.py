@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .artifact_header import ArtifactError, read_header
-from .config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError
+from .config import (
+    ATTENTION_BACKEND,
+    DEFAULT_CODEC,
+    OscarConfig,
+    OscarError,
+    portable_kernels,
+)
 from .events import log_event
 from .hybrid import attention_layer_ids, is_hybrid
 from .kernels.codec import CODECS
@@ -56,6 +62,7 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     Runs in the launching process, before any weight is loaded for serving.
     """
     refuse_options(server_args)
+    portable_kernels()  # refuses what it does not know
     refuse_page_size(server_args.page_size, _codec_of(config))
     if config.debug_tags_every is not None and server_args.device == "cpu":
         raise OscarError(

@@ -14,10 +14,11 @@ import torch
 from oscar_sglang.calibration.hadamard import hadamard
 from oscar_sglang.calibration.methods import METHODS
 from oscar_sglang.kernels import codec, codec_omni, reference
-from oscar_sglang.kernels.codec import OMNI, LayerParams, Rows
+from oscar_sglang.kernels.codec import CODECS, LayerParams, Rows
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 
+OMNI = CODECS["omni"]
 H, D, BLOCK = 2, 16, codec_omni.BLOCK
 PAGES, REQUEST_ROWS, CONTEXT = 24, 4, 6 * BLOCK
 N_SINK, N_RING = 20, 40 + BLOCK - 1  # at least 40 exact tokens

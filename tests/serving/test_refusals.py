@@ -140,6 +140,13 @@ CASES = {
         {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
         ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "unset"],
     ),
+    "unknown kernels": (
+        "llama",
+        "good",
+        (),
+        {"OSCAR_SGLANG_KERNELS": "cute"},
+        ["OSCAR_SGLANG_KERNELS", "'cute'", "triton"],
+    ),
     "zero sink": ("llama", "good", ("--oscar-sink-tokens", "0"), {}, ["--oscar-sink-tokens"]),
     "negative recent": (
         "llama",
