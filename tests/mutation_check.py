@@ -1,11 +1,11 @@
-"""Do the tests notice? Deliberate faults in the pool's code and in the Triton kernels, one at a
-time: each must fail a test.
+"""Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels and in the
+warp-level code of the CUDA kernels, one at a time: each must fail a test.
 
     python tests/mutation_check.py [NAME ...]
 
-No file is changed: each fault is put into the source while a forked child imports it. Kernels run
-in Triton's interpreter, so this is for a machine without a GPU. Exit status 1 if a fault passes all
-tests.
+No file is changed: each fault is put into the source while a forked child imports it, or into a
+copy that the child builds. Kernels run in Triton's interpreter and in the warp emulator, so this is
+for a machine without a GPU. Exit status 1 if a fault passes all tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import io
 import json
 import linecache
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test
 POOL_TESTS += ("test_ownership.py",)
 KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
+CUDA_TESTS = ("kernels/test_warp_emulator.py",)
 SKIP = "not calibrat and not cache and not disk"
 
 
@@ -191,18 +194,59 @@ KERNEL_FAULTS = {
 }
 
 
+CUDA_FAULTS = {
+    "window: ring row one off": Fault(
+        "warp.cu", "sink ? p0 : p0 % rows", "sink ? p0 : (p0 + 1) % rows"
+    ),
+    "window: queries see later tokens": Fault("warp.cu", "p < end && p <= q_pos0", "p < end"),
+    "history: tokens past its end are seen": Fault(
+        "warp.cu", "if (i < from || i >= to)", "if (i < from)"
+    ),
+    "reference moved, sum not": Fault("warp.cu", "l0 *= f0; l1 *= f1; z0", "z0"),
+    "windows joined unweighed": Fault("warp.cu", "before * ((e & 1) ? g1 : g0)", "before"),
+    "channels of a split's first page only": Fault(
+        "warp.cu", "if (FIRST || pos % PAGE == 0) w.enter", "if (FIRST) w.enter"
+    ),
+    "K's lo left out": Fault(
+        "meta.cu", "make_float2(k.x * unit, k.y)", "make_float2(k.x * unit, 0.f)"
+    ),
+    "V's step is K's": Fault(
+        "meta.cu",
+        "float value_log2(const Token& m) const { return sixteenths(m.w, 2)",
+        "float value_log2(const Token& m) const { return sixteenths(m.w, 0)",
+    ),
+    "levels too close": Fault("meta.cu", "0x46AB46ABu", "0x46004600u"),
+    "norm of the neighbour": Fault("meta.cu", "meta + i * 6", "meta + (i ^ 1) * 6"),
+    "big steps overflow": Fault("meta.cu", "BIG_STEP = 0x5800", "BIG_STEP = 0x7C00"),
+    "V's metadata over K's": Fault("rows.cu", "kv * (META_BYTES / 2)", "0 * (META_BYTES / 2)"),
+    "rank one off": Fault("rows.cu", "int drop = D - 1 - rank", "int drop = D - 2 - rank"),
+    "errors not fed back": Fault("rows.cu", "fmaf(-e, f[i][k], y.v[k])", "fmaf(-e, 0.f, y.v[k])"),
+}
+
+
+def faulty(fault: Fault) -> str:
+    """The source of ``fault.file`` with the fault."""
+    source = (KERNELS / fault.file).read_text()
+    if source.count(fault.old) != 1:
+        raise SystemExit(f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times")
+    return source.replace(fault.old, fault.new)
+
+
 def mutate(fault: Fault) -> None:
     """Imports of ``fault.file`` in this process compile the faulty source."""
+    if fault.file.endswith(".cu"):
+        folder = Path(tempfile.mkdtemp())
+        shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
+        (folder / fault.file).write_text(faulty(fault))
+        os.environ["OSCAR_KERNEL_SOURCES"] = str(folder)
+        return
     target, loader = KERNELS / fault.file, importlib.machinery.SourceFileLoader
     original = loader.get_code
 
     def get_code(self, fullname):
         if Path(self.path).resolve() != target.resolve():
             return original(self, fullname)
-        source = target.read_text()
-        if source.count(fault.old) != 1:
-            raise SystemExit(f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times")
-        source = source.replace(fault.old, fault.new)
+        source = faulty(fault)
         # Triton's interpreter reads a kernel's source again; no date: never checked against disk.
         linecache.cache[self.path] = (len(source), None, source.splitlines(True), self.path)
         return compile(source, self.path, "exec")
@@ -238,7 +282,7 @@ def failing_tests(fault: Fault | None, tests: tuple[str, ...]) -> list[str]:
                 mutate(fault)
             options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
             # The interpreter is slow: one failing test will do.
-            options += ["-x"] if set(tests) == set(KERNEL_TESTS) else ["-k", SKIP]
+            options += ["-k", SKIP] if set(tests) == set(POOL_TESTS) else ["-x"]
             pytest.main([*options, *(str(HERE / t) for t in tests)], plugins=[found])
         os.write(write, json.dumps(found.names[:400]).encode()[:60000])
         os._exit(0)
@@ -266,7 +310,7 @@ def check(faults: dict[str, Fault], tests: tuple[str, ...], wanted: list[str]) -
 
 
 def main(wanted: list[str]) -> int:
-    if unknown := set(wanted) - {*POOL_FAULTS, *KERNEL_FAULTS}:
+    if unknown := set(wanted) - {*POOL_FAULTS, *KERNEL_FAULTS, *CUDA_FAULTS}:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
     sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
     os.environ.setdefault("OSCAR_OWNERSHIP", "400x3")
@@ -279,7 +323,8 @@ def main(wanted: list[str]) -> int:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at its import, so before SGLang's
     import triton.experimental.gluon.language  # noqa: F401
 
-    missed = check(KERNEL_FAULTS, KERNEL_TESTS, wanted)
+    missed = check(CUDA_FAULTS, CUDA_TESTS, wanted)
+    missed += check(KERNEL_FAULTS, KERNEL_TESTS, wanted)
     del os.environ["TRITON_INTERPRET"]
     import hypothesis  # noqa: F401  (imports that every child would repeat)
     import sglang.srt.mem_cache.radix_cache  # noqa: F401

@@ -8,21 +8,6 @@
 //  - the soft-max reference moves only when a logit outgrows it by 2^THRESHOLD.
 
 DEV int warp_id() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
-// Tiles of CHANNEL begin at multiples of 32, so that none lies in two pages; they are as many as the plan's, because
-// history ends at the end of a page.
-DEV int tile_base(const Args& a, int tile) {
-  return (a.n_sink & (META_FORM == CHANNEL ? ~31 : ~15)) + tile * TILE;
-}
-template <int SUB, bool FIRST>
-DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, int tile) {
-  const int pos = tile_base(a, tile), to = s.hist_end - pos;
-#if META_FORM == CHANNEL
-  if (FIRST || pos % PAGE == 0) w.enter_page(a, s, pos);
-#endif
-  if (FIRST) w.history_tile<SUB, true, true>(a, base, a.n_sink - pos, to);
-  else if (to >= TILE) w.history_tile<SUB, false, false>(a, base, 0, TILE);
-  else w.history_tile<SUB, true, false>(a, base, 0, to);
-}
 template <bool B> struct Flag { static constexpr bool value = B; };
 // Ask for the rows of a chunk: its 16 K and V rows of one head, 128 bytes a request.
 DEV void prefetch_window(const Args& a, const Segment& s, int head, int chunk) {
@@ -51,9 +36,6 @@ DEV void prefetch_rotation(const Args& a) {
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   for (int i = cta * 32 + (int)threadIdx.x; threadIdx.x < 32 && i < LINES; i += ctas * 32)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(a.r_v + (i64)i * 32));
-}
-DEV i64 partial_at(const Args& a, int split, int b, int head, int col) {
-  return ((i64)(split + b) * HK + head) * a.columns + col;
 }
 
 // ---------------------------------------------------------------- one CTA per 8 KV heads

@@ -9,7 +9,9 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 typedef long long i64;
 
+#ifndef WARP_EMULATOR                    // tests/kernels/emulator, which brings its own
 #define DEV __device__ __forceinline__
+#endif
 #define UNROLL _Pragma("unroll")
 #define AFFINE 0
 #define COMPACT 1
@@ -31,8 +33,10 @@ constexpr float THRESHOLD = 8.f;
 constexpr float HIDDEN = -1e30f;
 constexpr float LOG2E = 1.4426950408889634f;
 
-// ---------------------------------------------------------------- instructions
 DEV int div_up(int a, int b) { return (a + b - 1) / b; }
+
+#ifndef WARP_EMULATOR
+// ---------------------------------------------------------------- instructions
 DEV u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void ldsm(u32 (&r)[4], u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -161,3 +165,4 @@ DEV void copy16(u32 d, const void* s) {
 template <int BYTES> DEV void copy_few(u32 d, const void* s) {   // 4 or 8
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(d), "l"(s), "n"(BYTES) : "memory");
 }
+#endif  // WARP_EMULATOR

@@ -418,3 +418,22 @@ struct Warp {
     __syncwarp();
   }
 };
+
+// Tiles of CHANNEL begin at multiples of 32, so that none lies in two pages; they are as many as the plan's, because
+// history ends at the end of a page.
+DEV int tile_base(const Args& a, int tile) {
+  return (a.n_sink & (META_FORM == CHANNEL ? ~31 : ~15)) + tile * TILE;
+}
+template <int SUB, bool FIRST>
+DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, int tile) {
+  const int pos = tile_base(a, tile), to = s.hist_end - pos;
+#if META_FORM == CHANNEL
+  if (FIRST || pos % PAGE == 0) w.enter_page(a, s, pos);
+#endif
+  if (FIRST) w.history_tile<SUB, true, true>(a, base, a.n_sink - pos, to);
+  else if (to >= TILE) w.history_tile<SUB, false, false>(a, base, 0, TILE);
+  else w.history_tile<SUB, true, false>(a, base, 0, to);
+}
+DEV i64 partial_at(const Args& a, int split, int b, int head, int col) {
+  return ((i64)(split + b) * HK + head) * a.columns + col;
+}
