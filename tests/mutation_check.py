@@ -1,11 +1,11 @@
-"""Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels and in the
-warp-level code of the CUDA kernels, one at a time: each must fail a test.
+"""Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels and in the CUDA
+kernels, one at a time: each must fail a test.
 
     python tests/mutation_check.py [NAME ...]
 
 No file is changed: each fault is put into the source while a forked child imports it, or into a
-copy that the child builds. Kernels run in Triton's interpreter and in the warp emulator, so this is
-for a machine without a GPU. Exit status 1 if a fault passes all tests.
+copy that the child builds. Kernels run in Triton's interpreter and in the emulator, so this is for
+a machine without a GPU. Exit status 1 if a fault passes all tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test
 POOL_TESTS += ("test_ownership.py",)
 KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
-CUDA_TESTS = ("kernels/test_warp_emulator.py",)
+CUDA_TESTS = ("kernels/test_emulated.py",)
 SKIP = "not calibrat and not cache and not disk"
 
 
@@ -220,6 +220,16 @@ CUDA_FAULTS = {
     "big steps overflow": Fault("meta.cu", "BIG_STEP = 0x5800", "BIG_STEP = 0x7C00"),
     "V's metadata over K's": Fault("rows.cu", "kv * (META_BYTES / 2)", "0 * (META_BYTES / 2)"),
     "rank one off": Fault("rows.cu", "int drop = D - 1 - rank", "int drop = D - 2 - rank"),
+    "copies not waited for": Fault(
+        "attend.cu", "wait_copies<STAGES - 2>", "wait_copies<STAGES - 1>"
+    ),
+    "splits weighed alike": Fault(
+        "merge.cu", "ml[u][r].y > 0.f ? ex2(ml[u][r].x - now) : 0.f", "ml[u][r].y > 0.f ? 1.f : 0.f"
+    ),
+    "V rotated as K": Fault("store.cu", "(KEY ? a.r_k : a.r_v)", "a.r_k"),
+    "a row too many in the sink": Fault(
+        "rows.cu", "if (pos < a.n_sink) write", "if (pos <= a.n_sink) write"
+    ),
     "errors not fed back": Fault("rows.cu", "fmaf(-e, f[i][k], y.v[k])", "fmaf(-e, 0.f, y.v[k])"),
 }
 

@@ -19,14 +19,14 @@ DEV void prefetch_window(const Args& a, const Segment& s, int head, int chunk) {
   const i64 at = (((i64)s.row * rows + (sink ? p : p % rows)) * HK + head) * D;
   const u16* base = lane < 16 ? (sink ? a.sink_k : a.ring_k) : (sink ? a.sink_v : a.ring_v);
   UNROLL for (int i = 0; i < D / 64; i++)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(base + at + 64 * i));
+    prefetch(base + at + 64 * i);
 }
 // Ask for the channels of the page that a tile begins, of `heads` KV heads; any slot of the tile.
 DEV void prefetch_channels(const Args& a, int tile, bool first, int slot, int head, int heads) {
 #if META_FORM == CHANNEL
   if (first || tile_base(a, tile) % PAGE == 0)
     for (int i = threadIdx.x & 31; i < heads * D / 32; i += 32)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.channels + ((i64)(slot / PAGE) * HK + head) * 2 * D + 64 * i));
+      prefetch(a.channels + ((i64)(slot / PAGE) * HK + head) * 2 * D + 64 * i);
 #endif
 }
 // The merge kernel reads R_V next: bring it into L2, a few lines a CTA.
@@ -35,7 +35,7 @@ DEV void prefetch_rotation(const Args& a) {
   const int ctas = gridDim.x * gridDim.y * gridDim.z;
   const int cta = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   for (int i = cta * 32 + (int)threadIdx.x; threadIdx.x < 32 && i < LINES; i += ctas * 32)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(a.r_v + (i64)i * 32));
+    prefetch(a.r_v + (i64)i * 32);
 }
 
 // ---------------------------------------------------------------- one CTA per 8 KV heads
@@ -45,7 +45,7 @@ DEV void prefetch_rotation(const Args& a) {
 constexpr int CTA_STAGES = 3;
 extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_constant__ Args a) {
   constexpr int SUB = 8 * HB, STAGE = 2 * SUB;
-  extern __shared__ __align__(128) u8 smem[];
+  DYNAMIC_SHARED(u8, smem, 128);
   const int split = blockIdx.x, head0 = blockIdx.y * 8, first_col = blockIdx.z * COLS;
   const int warp = warp_id(), lane = threadIdx.x & 31;
   const u32 buf = smem_addr(smem), full = buf + CTA_STAGES * STAGE, empty = full + CTA_STAGES * 8;
@@ -126,7 +126,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
 #ifdef WARPS
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(const __grid_constant__ Args a) {
   constexpr int STAGE = 2 * HB;
-  extern __shared__ __align__(128) u8 smem[];
+  DYNAMIC_SHARED(u8, smem, 128);
   const int head = blockIdx.x, split = blockIdx.y, first_col = blockIdx.z * COLS;
   const int warp = warp_id(), lane = threadIdx.x & 31;
   const u32 buf = smem_addr(smem) + warp * STAGES * STAGE;
@@ -183,12 +183,11 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
 #endif
       if (++issue_st == STAGES) issue_st = 0;
     };
-    auto commit = []() { asm volatile("cp.async.commit_group;" ::: "memory"); };
 #endif
     UNROLL for (int i = 0; i < STAGES - 1; i++) {
       if (i < n) issue(slot_of(i), i);
 #if !PAGED
-      commit();
+      commit_copies();
 #endif
     }
     int next = STAGES - 1 < n ? slot_of(STAGES - 1) : 0;
@@ -212,7 +211,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
 #if PAGED
         bar_wait(full + st * 8, phase);
 #else
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        wait_copies<STAGES - 2>();
 #endif
         __syncwarp();
         if (i + STAGES - 1 < n) {
@@ -221,7 +220,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
           issue(slot, i + STAGES - 1);
         }
 #if !PAGED
-        commit();
+        commit_copies();
 #endif
         visit_tile<HB, decltype(first)::value>(w, a, s, buf + st * STAGE, tile0 + i * STRIDE);
         if (++st == STAGES) st = 0, phase ^= 1;

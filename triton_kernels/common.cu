@@ -9,8 +9,9 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#ifndef WARP_EMULATOR                    // tests/kernels/emulator, which brings its own
+#ifndef EMULATOR                         // tests/kernels/emulator, which brings its own
 #define DEV __device__ __forceinline__
+#define DYNAMIC_SHARED(type, name, alignment) extern __shared__ __align__(alignment) type name[]
 #endif
 #define UNROLL _Pragma("unroll")
 #define AFFINE 0
@@ -35,7 +36,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 DEV int div_up(int a, int b) { return (a + b - 1) / b; }
 
-#ifndef WARP_EMULATOR
+#ifndef EMULATOR
 // ---------------------------------------------------------------- instructions
 DEV u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV void ldsm(u32 (&r)[4], u32 a) {
@@ -165,4 +166,8 @@ DEV void copy16(u32 d, const void* s) {
 template <int BYTES> DEV void copy_few(u32 d, const void* s) {   // 4 or 8
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(d), "l"(s), "n"(BYTES) : "memory");
 }
-#endif  // WARP_EMULATOR
+DEV void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> DEV void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+DEV void wait_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+#endif  // EMULATOR

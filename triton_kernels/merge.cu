@@ -42,7 +42,7 @@ template <bool KEY> DEV void encode_fresh(const MergeArgs& a, float* factor) {
   if (blockIdx.x * MERGE_WARPS >= a.fresh) return;
   if (KEY && FEEDBACK) fetch_factor(factor, a.codes, head, MERGE_WARPS * 32);
   wait_previous_kernel();
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_all_copies();
   __syncthreads();
   for (int token = row0; token < a.fresh; token += gridDim.x * MERGE_WARPS) {
     const i64 slot = a.slots[token];
@@ -57,7 +57,7 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
   constexpr int AHEAD = MERGE_ROWS == 1 ? 9 : 1;   // splits whose loads are in flight together
   __shared__ float part[MERGE_WARPS][MERGE_ROWS][D], mean[MERGE_ROWS][D];
   __shared__ float2 part_ml[MERGE_WARPS][MERGE_ROWS];
-  extern __shared__ __align__(16) float factor[];
+  DYNAMIC_SHARED(float, factor, 16);
   if (blockIdx.z >= a.slices) {
     release_next_kernel();
     if (blockIdx.z == a.slices) encode_fresh<true>(a, factor);

@@ -68,7 +68,7 @@ template <bool KEY> DEV void store_part(const StoreArgs& a, float* y_tile, float
             make_float2(y[2 * e], y[2 * e + 1]);
       fetch(tile + gridDim.x);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_all_copies();
     __syncthreads();
     const int token = tile * ROWS + warp;
     const i64 slot = warp < ROWS && token < a.tokens ? a.to.slots[token] : -1;
@@ -115,7 +115,7 @@ DEV void query_part(const StoreArgs& a) {
 }
 
 extern "C" __global__ __launch_bounds__(WARPS * 32, 1) void store(const __grid_constant__ StoreArgs a) {
-  extern __shared__ __align__(128) u8 smem[];
+  DYNAMIC_SHARED(u8, smem, 128);
   float* y_tile = reinterpret_cast<float*>(smem);               // [ROWS][Y_STRIDE]
   float* factor = y_tile + ROWS * Y_STRIDE;                     // [D][D], K only
   release_next_kernel();

@@ -14,6 +14,7 @@ if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton.experimental.gluon.language  # noqa: E402, F401  the interpreter loads it late
+from emulated import compiler, cuda  # noqa: E402, F401  fixtures
 
 from oscar_sglang.kernels import codec, layout, reference  # noqa: E402
 from oscar_sglang.kernels.layout import WindowLayout  # noqa: E402

@@ -1,11 +1,14 @@
-// What common.cu writes in PTX, for the lanes of lanes.h. FP16 windows only. Products of an MMA are
-// summed in double: the error of the tensor cores' own sums is not emulated.
+// What common.cu writes in PTX, for the threads of block.h. FP16 windows only. Products of an MMA are
+// summed in double: the error of the tensor cores' own sums is not emulated. Copies into shared memory
+// arrive at the last moment that the waits allow.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <vector>
 
-#include "lanes.h"
+#include "block.h"
 
 using std::max;
 using std::min;
@@ -18,25 +21,29 @@ template <class To, class From> To bits(From x) {
 }
 inline u32 __float_as_uint(float x) { return bits<u32>(x); }
 inline float __uint_as_float(u32 x) { return bits<float>(x); }
+inline float __int_as_float(int x) { return bits<float>(x); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 template <class T> T __ldg(const T* p) { return *p; }
 
-// ---- all lanes together: each puts words up, all meet, each reads, all meet again
-inline u32 board[32][8];
+// ---- all lanes of a warp together: each puts words up, all meet, each reads, all meet again
+inline u32 boards[Block::MOST / 32][32][8];
+#define board boards[threadIdx.x / 32]
+#define LANE (threadIdx.x % 32)
 template <class Read> auto exchange(std::initializer_list<u32> mine, Read read) {
   int i = 0;
-  for (u32 word : mine) board[threadIdx.x][i++] = word;
-  Lanes::instance().meet();
+  for (u32 word : mine) board[LANE][i++] = word;
+  Block::self().meet_warp();
   const auto found = read();
-  Lanes::instance().meet();
+  Block::self().meet_warp();
   return found;
 }
-inline void __syncwarp() { Lanes::instance().meet(); }
+inline void __syncwarp() { Block::self().meet_warp(); }
+inline void __syncthreads() { Block::self().meet_all(); }
 template <class T> T __shfl_sync(u32, T x, int from) {
   return bits<T>(exchange({bits<u32>(x)}, [&] { return board[from & 31][0]; }));
 }
-template <class T> T __shfl_xor_sync(u32 mask, T x, int by) { return __shfl_sync(mask, x, threadIdx.x ^ by); }
+template <class T> T __shfl_xor_sync(u32 mask, T x, int by) { return __shfl_sync(mask, x, LANE ^ by); }
 inline u32 __ballot_sync(u32, bool vote) {
   return exchange({vote}, [] {
     u32 all = 0;
@@ -98,22 +105,79 @@ inline void split_window(float x, float y, u32& hi, u32& lo) {
 }
 
 // ---- shared memory: addresses are offsets, alignment is checked
-alignas(128) inline u8 shared_memory[1 << 13];
+alignas(128) inline u8 shared_memory[1 << 18];
+inline u32 smem_addr(const void* p) { return (u32)((const u8*)p - shared_memory); }
+inline void check_alignment(u64 at, u32 alignment) {
+  if (at % alignment) std::fprintf(stderr, "address %llu is not a multiple of %u\n", at, alignment), std::abort();
+}
 template <class T> T load_shared_as(u32 at, u32 alignment) {
-  if (at % alignment) std::fprintf(stderr, "shared address %u is not a multiple of %u\n", at, alignment), std::abort();
+  check_alignment(at, alignment);
   T x;
   std::memcpy(&x, shared_memory + at, sizeof x);
   return x;
 }
 inline u32 lds32(u32 at) { return load_shared_as<u32>(at, 4); }
 inline uint2 lds64(u32 at) { return load_shared_as<uint2>(at, 8); }
-inline u32 smem_addr(const void*) { return 0; }       // rows.cu's factor stays where it is
-inline void copy16(u32, const void*) {}
+
+// ---- cp.async: a thread's copies, in groups
+struct Copy { u32 to; const void* from; int bytes, group; };
+inline std::vector<Copy> copies[Block::MOST];
+inline int groups[Block::MOST];
+inline void copy_later(u32 to, const void* from, int bytes) {
+  check_alignment(to, bytes), check_alignment((u64)from, bytes);
+  copies[threadIdx.x].push_back({to, from, bytes, groups[threadIdx.x]});
+}
+inline void finish_copies(int before) {   // groups below `before`
+  auto& mine = copies[threadIdx.x];
+  auto finished = [&](const Copy& c) {
+    if (c.group < before) std::memcpy(shared_memory + c.to, c.from, c.bytes);
+    return c.group < before;
+  };
+  mine.erase(std::remove_if(mine.begin(), mine.end(), finished), mine.end());
+}
+inline void copy16(u32 to, const void* from) { copy_later(to, from, 16); }
+template <int BYTES> void copy_few(u32 to, const void* from) { copy_later(to, from, BYTES); }
+inline void commit_copies() { groups[threadIdx.x]++; }
+template <int LEFT> void wait_copies() { finish_copies(groups[threadIdx.x] - LEFT); }
+inline void wait_all_copies() { finish_copies(groups[threadIdx.x] + 1); }
+
+// ---- mbarrier: a phase ends when `count` threads have arrived and all bytes that they expect
+struct Barrier {
+  int count, pending, bytes;
+  u32 phase;
+  std::vector<Copy> bulk;
+  void settle() {
+    if (pending || bytes) return;
+    for (const Copy& c : bulk) std::memcpy(shared_memory + c.to, c.from, c.bytes);
+    bulk.clear();
+    pending = count, phase ^= 1;
+  }
+};
+inline std::map<u32, Barrier> barriers;
+inline void bar_init(u32 b, int n) { check_alignment(b, 8), barriers[b] = {n, n, 0, 0}; }
+inline void bar_init_fence() {}
+inline void bar_arrive(u32 b) { barriers[b].pending--, barriers[b].settle(); }
+inline void bar_expect(u32 b, int bytes) { barriers[b].bytes += bytes, bar_arrive(b); }
+inline void bar_wait(u32 b, u32 parity) {
+  Block::self().wait([=] { return barriers[b].phase != parity; });
+}
+inline void bulk_copy(u32 to, const void* from, int bytes, u32 b) {
+  check_alignment(to, 16), check_alignment((u64)from, 16), check_alignment(bytes, 16);
+  Barrier& bar = barriers[b];
+  bar.bulk.push_back({to, from, bytes, 0});
+  bar.bytes -= bytes;
+  bar.settle();
+}
+
+// ---- what changes no result
+inline void prefetch(const void*) {}
+inline void wait_previous_kernel() {}
+inline void release_next_kernel() {}
 
 // ---- matrices. Lane (g, t) = (lane / 4, lane % 4) holds elements 2t, 2t + 1 of row g of an 8x8 tile.
 inline u32 two(u32 first, u32 second) { return (first & 0xFFFF) | second << 16; }
 inline void load_matrices(u32 (&r)[4], u32 at, bool transposed) {
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  const int g = LANE / 4, t = LANE % 4;
   exchange({at}, [&] {
     for (int i = 0; i < 4; i++) {
       auto element = [&](int row, int col) {
@@ -128,7 +192,7 @@ inline void load_matrices(u32 (&r)[4], u32 at, bool transposed) {
 inline void ldsm(u32 (&r)[4], u32 at) { load_matrices(r, at, false); }
 inline void ldsm_t(u32 (&r)[4], u32 at) { load_matrices(r, at, true); }
 inline u32 transpose8x8(u32 a) {
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  const int g = LANE / 4, t = LANE % 4;
   return exchange({a}, [&] {
     auto element = [&](int row, int col) { return board[4 * row + col / 2][0] >> 16 * (col & 1); };
     return two(element(2 * t, g), element(2 * t + 1, g));
@@ -136,7 +200,7 @@ inline u32 transpose8x8(u32 a) {
 }
 // c[16][8] += a[16][16] b[16][8]
 inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+  const int g = LANE / 4, t = LANE % 4;
   auto a = [](int row, int k) {
     return half_value(board[4 * (row % 8) + k % 8 / 2][row / 8 + 2 * (k / 8)] >> 16 * (k & 1));
   };

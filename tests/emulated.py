@@ -1,0 +1,85 @@
+"""The CUDA kernels on a CPU: their own sources and launchers, ``kernels/emulator/`` for a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from oscar_sglang.kernels import cuda_attend, cuda_store, plan
+
+EMULATOR = Path(__file__).parent / "kernels" / "emulator"
+# $OSCAR_KERNEL_SOURCES: others to build (``mutation_check.py``).
+SOURCES = Path(os.environ.get("OSCAR_KERNEL_SOURCES", Path(plan.__file__).parent))
+DEVICE = SimpleNamespace(
+    multi_processor_count=3, shared_memory_per_multiprocessor=233_472, major=9, minor=0
+)
+
+
+class Kernel:
+    """``driver.Kernel``."""
+
+    def __init__(self, library, name: str, threads: int, shared: int, overlap: bool) -> None:
+        self.launch, self.threads = getattr(library, f"launch_{name}"), threads
+
+    def __call__(self, grid: tuple[int, int, int], args: ctypes.Structure, stream: int) -> None:
+        self.launch((ctypes.c_int * 3)(*grid), self.threads, ctypes.byref(args))
+
+
+class Compiler:
+    """``driver.module``: the files and defines of a kernel -> a library, built once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.built = folder, {}
+
+    def __call__(self, files: tuple[str, ...], defines: tuple, device) -> ctypes.CDLL:
+        key = files, tuple(sorted(defines))
+        if key not in self.built:
+            self.built[key] = self.build(files, dict(defines), self.folder / f"{len(self.built)}")
+        return self.built[key]
+
+    def build(self, files: tuple[str, ...], defines: dict[str, int], stem: Path) -> ctypes.CDLL:
+        sources = [(SOURCES / name).read_text() for name in files]
+        # attend.cu compiles either of its two kernels.
+        names = re.findall(r'extern "C" __global__.* void (\w+)\(', sources[-1])
+        names = [n for n in names if n != ("attend_cta" if "WARPS" in defines else "attend_warp")]
+        parts = ['#include "types.h"', sources[0], '#include "instructions.h"', *sources[1:]]
+        parts += ['#include "launch.h"', *(f"LAUNCH({name})" for name in names)]
+        source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
+        source.write_text("\n".join(parts) + "\n")
+        command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
+        command += [*(f"-D{name}={value}" for name, value in defines.items()), f"-I{EMULATOR}"]
+        subprocess.run([*command, source, "-o", library], check=True)
+        return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> Compiler:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler (g++) to build the emulator with")
+    return Compiler(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture
+def cuda(compiler, monkeypatch):
+    """``cuda_attend`` and ``cuda_store`` launch on CPU tensors."""
+    caches = cuda_attend._attend_kernel, cuda_attend._merge_kernel, cuda_store._kernel
+    for launcher in (cuda_attend, cuda_store):
+        monkeypatch.setattr(launcher, "module", compiler)
+        monkeypatch.setattr(launcher, "Kernel", Kernel)
+        monkeypatch.setattr(launcher, "overlaps", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: DEVICE)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()

@@ -1,0 +1,133 @@
+"""The CUDA kernels without a GPU (``emulated.py``): every form of attend, merge, store and rotate,
+every codec. Not what only a GPU has: races, the tensor cores' own rounding, BF16, the overlap of
+kernels.
+
+Tolerances: attend 2e-3 relative RMS (FP16 operands and output; ``lloyd``'s integer levels 3e-4);
+store the same bytes but for rows at a tie of float32 rounding.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+from emulated import EMULATOR
+
+from oscar_sglang.kernels import codec, cuda_attend, cuda_store
+from oscar_sglang.kernels.attend import Partials
+from oscar_sglang.kernels.plan import plan_attend
+
+WARP = dict(kernel="attend_warp", splits=5, warps=2, stages=3)
+UNPAGED = cuda_attend.Form(paged=False, **WARP)
+PAGED = cuda_attend.Form(paged=True, **WARP)
+CTA = cuda_attend.Form("attend_cta", 5, True)
+# name of a codec and a remark -> form, shape of the cache
+CASES = {
+    "feedback": (UNPAGED, dict(dim=128, page=1)),
+    "feedback-paged": (PAGED, dict(dim=64)),
+    "feedback-cta": (CTA, dict(dim=64, kv_heads=8)),
+    "feedback-huge": (PAGED, dict(dim=64, spread=2000.0)),
+    "compact": (UNPAGED, dict(dim=64, page=1)),
+    "compact-paged": (PAGED, dict(dim=128)),
+    "lloyd": (PAGED, dict(dim=64)),
+    "lloyd-huge": (UNPAGED, dict(dim=64, spread=2000.0)),
+    "lloyd-cta": (CTA, dict(dim=128, kv_heads=8)),
+    "omni": (UNPAGED, dict(dim=64)),
+    "omni-paged": (PAGED, dict(dim=128)),
+    "omni-cta": (CTA, dict(dim=64, kv_heads=8)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attend(lab, cuda, check, case):
+    """Ragged lengths and queries: windows alone, history, a ring that wraps, splits in between."""
+    form, changes = CASES[case]
+    name = case.partition("-")[0]
+    block = codec.CODECS[name].block
+    lens, q_lens = ([300, 20, 180], [1, 3, 2]) if block == 1 else ([3 * block + 50, 20], [1, 3])
+    shape = dict(kv_heads=2, group=4, n_sink=21, n_recent=40, dtype=torch.float16)
+    x = lab(lens=lens, codec_name=name, **(shape | changes))
+    x.fill(lens)
+    for spread in (1e-3, 3e-3) if case.endswith("huge") else (1.0, 4.0):
+        check(x, lens, q_lens=q_lens, form=form, spread=spread)
+
+
+def test_soft_cap_and_no_context(lab, cuda, check):
+    x = lab(lens=(200, 0), codec_name="compact", kv_heads=1, group=2, dtype=torch.float16)
+    x.fill((200, 0))
+    check(x, [200, 0], q_lens=[2, 1], cap=3.0, spread=3.0, form=UNPAGED)
+
+
+STORED = [
+    ("feedback", 128), ("feedback", 64), ("oscar", 64), ("lloyd", 128), ("compact", 64),
+    ("accurate", 64), ("accurate-compact", 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, dim", STORED)
+def test_store(lab, cuda, name, dim):
+    """Codes, metadata, windows and rotated queries of ordinary, zero, constant and huge rows."""
+    n, shape = 21, dict(codec_name=name, dim=dim, kv_heads=2, group=2, dtype=torch.float16)
+    x, same = (lab(lens=(n,), n_sink=4, n_recent=9, **shape) for _ in range(2))
+    same.seg.params[0] = params = x.seg.params[0]
+    same.req_to_token = x.req_to_token
+    q, k, v = x.qkv(n)
+    for t in (k, v):
+        t[0], t[1], t[2] = 0.0, 1.5, 300 * t[2]
+    q_rot = torch.full((n, 4, dim), float("nan"))
+    cuda_store.store(x.view(), x.batch([(0, 0, n)]), q, k, v, q_rot)
+    same.reference_store(0, 0, n, k, v)
+    torch.testing.assert_close(q_rot, codec.rotate(q, params.r_k), rtol=1e-3, atol=1e-3)
+    slots = x.req_to_token[1, :n].long()
+    for got, want in zip(
+        x.seg.history.read(0, slots), same.seg.history.read(0, slots), strict=True
+    ):
+        equal = (got.packed == want.packed).all(-1) & (got.meta == want.meta).all(-1)
+        assert equal.float().mean() >= 0.95
+    for window in ("sink_k", "sink_v", "recent_k", "recent_v"):
+        got, want = (getattr(y.seg.windows, window)[0][1] for y in (x, same))
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["feedback", "compact", "accurate"])
+def test_codes_written_beside_merge(lab, cuda, name):
+    """rotate, attend and an encoding merge: bit-equal to store, attend and merge."""
+    lens, shape = [150, 3], dict(kv_heads=2, group=2, dim=64, n_sink=8, n_recent=30)
+    x = lab(lens=lens, codec_name=name, dtype=torch.float16, **shape)
+    x.fill(lens)
+    ends = torch.tensor(lens) + 1
+    where, (q, k, v) = x.batch([(0, 150, 151), (1, 3, 4)]), x.qkv(2)
+    part = Partials(2, UNPAGED.splits, 2, 2, 64, "cpu")
+    results = []
+    for beside in (True, False):
+        view, q_rot = x.view(), torch.empty(2, 4, 64)
+        out = torch.full((2, 4, 64), float("nan"), dtype=torch.float16)
+        write = cuda_store.rotate if beside else cuda_store.store
+        fresh = write(view, where, q, k, v, q_rot)
+        start = x.seg.windows.recent_start
+        plan_attend(part.plan, x.rows, ends, start, x.windows, UNPAGED.splits)
+        cuda_attend.attend(UNPAGED, part, view, q_rot, x.req_to_token, 0.125)
+        cuda_attend.merge(part, view, out, fresh=fresh)
+        results.append((out, x.seg.history.blocks[0].clone()))
+        x.seg.history.blocks[0].view(-1)[:64].fill_(0)  # of slots that nobody has
+    (out, blocks), (want, blocks_wanted) = results
+    assert out.isfinite().all() and torch.equal(out, want)
+    first = x.block if x.block > 1 else 16
+    used = x.req_to_token[x.rows].flatten()
+    used = used[used >= first].unique().long() // 16
+    assert torch.equal(blocks[used], blocks_wanted[used])
+
+
+def test_threads_that_wait_in_vain_are_noticed(compiler, tmp_path):
+    """The emulator itself: an instruction that not all lanes of a warp reach ends the process."""
+    source = tmp_path / "part.cpp"
+    source.write_text(
+        '#include "block.h"\nint main() {\n'
+        "  Block::self().run(32, [] { if (threadIdx.x < 7) Block::self().meet_warp(); });\n}\n"
+    )
+    program = tmp_path / "part"
+    command = ["g++", "-std=c++20", "-w", f"-I{EMULATOR}", source, "-o", program]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode != 0 and "wait for each other" in done.stderr
