@@ -263,8 +263,9 @@ def run_attention(lab, seq_lens, q_lens=None, splits=5, cap=0.0, spread=1.0, for
     return out, lse, want, want_lse
 
 
-def check_attention(lab, seq_lens, q_lens=None, tol=2e-3, **kw):
-    """Kernel error only: the reference reads the same cache. ``tol`` is relative RMS."""
+def check_attention(lab, seq_lens, q_lens=None, tol=2e-3, logit_tol=1e-4, **kw):
+    """Kernel error only: the reference reads the same cache. ``tol`` is relative RMS, ``logit_tol``
+    a share of the LSE: what codes, steps and q rounded to FP16 do to large logits."""
     out, lse, want, want_lse = run_attention(lab, seq_lens, q_lens, **kw)
     assert not out.isnan().any()
     error = relative_rms(out, want)
@@ -272,7 +273,7 @@ def check_attention(lab, seq_lens, q_lens=None, tol=2e-3, **kw):
     finite = want_lse.isfinite()
     assert torch.equal(finite, lse.isfinite())
     error = (lse.double() - want_lse)[finite].abs()
-    assert error.numel() == 0 or error.max() < 5e-3 + 1e-4 * want_lse[finite].abs().max()
+    assert error.numel() == 0 or error.max() < 5e-3 + logit_tol * want_lse[finite].abs().max()
 
 
 @pytest.fixture

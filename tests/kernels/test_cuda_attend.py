@@ -156,10 +156,11 @@ def test_codecs(lab, check, codec_name, dim):
 @pytest.mark.parametrize("kernel", ["attend_cta", "attend_warp"])
 @pytest.mark.parametrize("spread,q_spread", [(2000.0, 1e-3), (1e-4, 1e2), (4.0, 4.0)])
 def test_ranges_of_codecs(lab, check, codec_name, kernel, spread, q_spread):
-    """As ``test_ranges``; compact saturates at the ends of its grid, where steps reach 200."""
+    """As ``test_ranges``; compact saturates at the ends of its grid, where steps reach 200, and
+    lloyd's integer levels are off by 2.6e-4 (RMS)."""
     x = lab(lens=(900,), kv_heads=8, group=4, dim=128, spread=spread, codec_name=codec_name)
     x.fill((900,))
-    check(x, [900], spread=q_spread, form=form(kernel, 11), tol=4e-3)
+    check(x, [900], spread=q_spread, form=form(kernel, 11), tol=4e-3, logit_tol=4e-4)
 
 
 @gpu
@@ -210,7 +211,8 @@ def test_ranges_of_channel_metadata(lab, check, kernel, spread, q_spread, outlie
         pages = (x.req_to_token[2, [128, 256]] // 128).tolist()
         x.seg.history.channels[0][pages, :, :, 0] = 0.0
         x.seg.history.channels[0][pages[0], :, :5, 0] = 1000.0
-    check(x, list(lens), q_lens=[5, 1], spread=q_spread, form=form(kernel, 11, 128), tol=4e-3)
+    options = dict(form=form(kernel, 11, 128), tol=4e-3, logit_tol=4e-4)
+    check(x, list(lens), q_lens=[5, 1], spread=q_spread, **options)
 
 
 @gpu
