@@ -16,7 +16,10 @@ from emulated import EMULATOR
 
 from oscar_sglang.kernels import codec, cuda_attend, cuda_store
 from oscar_sglang.kernels.attend import Partials
+from oscar_sglang.kernels.decode import DecodeAttention
+from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.plan import plan_attend
+from oscar_sglang.selftest import check_served
 
 WARP = dict(kernel="attend_warp", splits=5, warps=2, stages=3)
 UNPAGED = cuda_attend.Form(paged=False, **WARP)
@@ -117,6 +120,28 @@ def test_codes_written_beside_merge(lab, cuda, name):
     used = x.req_to_token[x.rows].flatten()
     used = used[used >= first].unique().long() // 16
     assert torch.equal(blocks[used], blocks_wanted[used])
+
+
+@pytest.mark.parametrize("name", ["compact", "omni"])
+def test_a_server_checks_its_kernels(lab, cuda, monkeypatch, name):
+    """``selftest.check_served`` as a server with a GPU runs it, down to the launches."""
+    monkeypatch.setattr(cuda_attend, "supported", lambda *_: True)
+    taken = []
+
+    def supported(view, *_):
+        taken.append(cuda_store.has_codec(view.spec))
+        return taken[-1]
+
+    monkeypatch.setattr(cuda_store, "supported", supported)
+    spec = codec.CODECS[name]
+    attention = DecodeAttention(
+        heads=2, kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu", max_batch=3,
+        windows=WindowLayout(6, spec.ring_tokens(10)), page_size=max(16, spec.block),
+        block=spec.block,
+    )  # fmt: skip
+    cache = lab(kv_heads=1, dim=64, lens=(8,), codec_name=name, dtype=torch.float16)
+    check_served(attention, spec, cache.seg.params[0])
+    assert attention.cuda and all(taken) == (name != "omni")
 
 
 def test_threads_that_wait_in_vain_are_noticed(compiler, tmp_path):
