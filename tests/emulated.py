@@ -64,7 +64,13 @@ class Compiler:
 def compiler(tmp_path_factory) -> Compiler:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler (g++) to build the emulator with")
-    return Compiler(tmp_path_factory.mktemp("emulator"))
+    folder = tmp_path_factory.mktemp("emulator")
+    probe = folder / "probe.cpp"
+    probe.write_text("_Float16 half(float x) { return (_Float16)x; }\n")
+    command = ["g++", "-std=c++20", "-c", probe, "-o", folder / "probe.o"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("the emulator needs C++20 and _Float16 (g++ 12 or newer)")
+    return Compiler(folder)
 
 
 @pytest.fixture
