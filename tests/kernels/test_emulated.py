@@ -9,6 +9,7 @@ store the same bytes but for rows at a tie of float32 rounding.
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ CASES = {
     "lloyd": (PAGED, dict(dim=64)),
     "lloyd-huge": (UNPAGED, dict(dim=64, spread=2000.0)),
     "lloyd-cta": (CTA, dict(dim=128, kv_heads=8)),
+    # More splits than merge has warps.
+    "lloyd-long": (replace(PAGED, splits=12), dict(dim=64, kv_heads=1)),
     "omni": (UNPAGED, dict(dim=64)),
     "omni-paged": (PAGED, dict(dim=128)),
     "omni-cta": (CTA, dict(dim=64, kv_heads=8)),
@@ -49,6 +52,8 @@ def test_attend(lab, cuda, check, case):
     name = case.partition("-")[0]
     block = codec.CODECS[name].block
     lens, q_lens = ([300, 20, 180], [1, 3, 2]) if block == 1 else ([3 * block + 50, 20], [1, 3])
+    if case.endswith("long"):
+        lens, q_lens = [2300], [2]
     shape = dict(kv_heads=2, group=4, n_sink=21, n_recent=40, dtype=torch.float16)
     x = lab(lens=lens, codec_name=name, **(shape | changes))
     x.fill(lens)
