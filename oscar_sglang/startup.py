@@ -119,10 +119,14 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
         raise OscarError(str(error)) from error
 
 
+def _omni_option(artifact: Any, name: str) -> str:
+    return artifact.options.get(name, OPTIONS[name][0])
+
+
 def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
     """Refuse ``--oscar-omni-*`` that the artifact was not made with."""
     for name, value in config.omni_options.items():
-        held = artifact.options.get(name, OPTIONS[name][0])
+        held = _omni_option(artifact, name)
         if artifact.codec != "omni" or held != value:
             raise OscarError(
                 f"{path}: holds codec {artifact.codec} with {name} {held}, asked for "
@@ -164,6 +168,11 @@ def pool_setup(kvc: Any) -> Any:
         scratch_tokens=plan.scratch_tokens,
         sink_cache_rows=plan.sink_cache_rows,
         prefix_window=config.prefix_window,
+        **(
+            {f"omni_{n}": _omni_option(artifact, n) for n in OPTIONS}
+            if config.codec == "omni"
+            else {}
+        ),
     )
     if kvc.device != "cpu":
         attention = decode_attention(kvc, plan)

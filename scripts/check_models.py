@@ -24,10 +24,8 @@ with them: made with --device cpu, they say that a GPU answers as the PyTorch re
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -41,7 +39,7 @@ sys.path[:0] = [str(ROOT / "scripts" / "lib"), str(ROOT)]
 from endurance import device_name  # noqa: E402
 from forced_decode import compare, spread, traffic  # noqa: E402
 from model_kinds import KINDS, Kind, text_ids, vocabulary  # noqa: E402
-from provenance import commit  # noqa: E402
+from provenance import header  # noqa: E402
 from reference_answers import load, save  # noqa: E402
 from server import Server  # noqa: E402
 from shapes import UNCHECKED  # noqa: E402
@@ -183,16 +181,16 @@ def report(name: str, row: dict) -> None:
         print(f"{name:15} {run:8} FAILED: {error.splitlines()[-1]}", flush=True)
 
 
+def head(args: argparse.Namespace) -> dict:
+    device = device_name() if args.device == "cuda" else "CPU"
+    return header(device, args.commit, ("torch", "triton", "sglang", "transformers"))
+
+
 def write(args: argparse.Namespace, rows: dict[str, dict], seconds: float) -> None:
     """The results so far; kinds of an earlier run that this one leaves out are kept."""
-    versions = ("torch", "triton", "sglang", "transformers")
     old = json.loads(args.json.read_text())["models"] if args.json.exists() else {}
     result = {
-        "device": device_name() if args.device == "cuda" else "CPU",
-        "versions": {p: importlib.metadata.version(p) for p in versions},
-        "commit": commit(args.commit),
-        "command": shlex.join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
+        **head(args),
         "baselines": "stock SGLang, BF16 cache, same server flags (run exact)",
         "weights": "random, but for the model called real",
         "seconds": round(seconds),
@@ -234,7 +232,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="check_models_") as work:
         args.work = Path(work)
         for name, row in check(args):
-            rows[name] = row | {"commit": commit(args.commit), "date": time.strftime("%Y-%m-%d")}
+            rows[name] = row | {key: head(args)[key] for key in ("commit", "date")}
             report(name, row)
             if args.json:
                 write(args, rows, time.monotonic() - started)

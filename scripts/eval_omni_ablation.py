@@ -11,18 +11,16 @@ rows on all before them.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
-from provenance import commit  # noqa: E402
+from provenance import header  # noqa: E402
 
 from oscar_sglang.calibration.collect import load_model  # noqa: E402
 from oscar_sglang.calibration.continuation import Cache, Document, capture  # noqa: E402
@@ -106,12 +104,7 @@ def main() -> None:
         for p, figures in next(iter(documents.values())).items()
     ]
     head = {
-        "device": "CPU",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "commit": commit(args.commit),
-        "command": f"scripts/eval_omni_ablation.py --model {args.model.name} "
-        f"--tokens {args.tokens} --context {args.context}",
-        "date": datetime.date.today().isoformat(),
+        **header("CPU", args.commit, ("torch", "transformers")),
         "baselines": ["transformers, float32, exact cache"],
     }
     args.json.write_text(

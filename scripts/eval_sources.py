@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from provenance import commit  # noqa: E402
+from provenance import header  # noqa: E402
 
 from oscar_sglang.calibration.evaluation.evaluate import Options, evaluate  # noqa: E402
 
@@ -51,11 +48,7 @@ def main() -> None:
         rows.append(row | {"against_first": round(row["kl"] / rows[0]["kl"], 3) if rows else 1.0})
         print(rows[-1], flush=True)
     result = {
-        "device": "CPU",
-        "versions": {p: version(p) for p in ("torch", "transformers")},
-        "commit": commit(),
-        "command": shlex.join(["scripts/eval_sources.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
+        **header("CPU", None, ("torch", "transformers")),
         "baselines": ["transformers, float32, exact cache"],
         "model": args.model.resolve().name,
         "calibration_tokens": args.calibration_tokens,

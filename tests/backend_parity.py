@@ -82,14 +82,15 @@ def faults(runner: Runner) -> dict[str, str]:
     return said
 
 
+def served(model: str, codec: str, **options) -> Runner:
+    sizes = dict(rows=9, max_total_tokens=4096)
+    return Runner(model, "auto", oscar_codec=codec, skip_tokenizer_init=True, **sizes, **options)
+
+
 def on_gpu(model: str, codec: str, every: str) -> None:
-    runner = Runner(
+    runner = served(
         model,
-        "auto",
-        oscar_codec=codec,
-        skip_tokenizer_init=True,
-        rows=9,
-        max_total_tokens=4096,
+        codec,
         oscar_sink_tokens=16,
         oscar_recent_tokens=48,
         oscar_debug_tags=True,
@@ -101,13 +102,9 @@ def on_gpu(model: str, codec: str, every: str) -> None:
 
 
 def main(model: str, codec: str, every: str) -> None:
-    runner = Runner(
+    runner = served(
         model,
-        "auto",
-        oscar_codec=codec,
-        skip_tokenizer_init=True,
-        rows=9,
-        max_total_tokens=4096,
+        codec,
         oscar_sink_tokens=6,
         oscar_recent_tokens=20,
         oscar_scratch_tokens=90 if codec == "omni" else 33,

@@ -6,6 +6,8 @@ held; it knows nothing of slots, rings or rows.
 
 With a page size above 1 slots come from SGLang's paged allocator and prefixes match in whole pages;
 lengths grow with the page, so that a request spans several. Codec ``omni`` seals pages of 128.
+
+Long because the scheduler, the caches it keeps apart and the dense check share one state.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ a block codec is written by ``seal``, launched just before.
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +32,8 @@ from .tile import (
     storable,
 )
 from .views import LayerView, TokenBatch
+
+logger = logging.getLogger(__name__)
 
 _TOKENS = 16  # of a program: the least a tensor-core tile takes
 _ROUND, _FEEDBACK, _ACCURATE = map(tl.constexpr, range(3))
@@ -197,6 +202,17 @@ def _store_kernel(
                 write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
 
 
+@functools.cache  # once each
+def _say_portable(codec: str, dtype: torch.dtype, head_dim: int) -> None:
+    logger.warning(
+        "store of codec %s, %s, head_dim %d: not what the CUDA kernel takes (16-bit rows of 64 or "
+        "128, 16-byte aligned, int64 metadata, NVRTC), so by the slower Triton one",
+        codec,
+        dtype,
+        head_dim,
+    )
+
+
 def check_rows(name: str, x: torch.Tensor, head_dim: int) -> None:
     if x.dim() != 3 or x.shape[-1] != head_dim or x.stride(2) != 1 or x.stride(1) != head_dim:
         raise ValueError(f"{name}: heads must be packed rows of {head_dim}, got {x.shape}")
@@ -225,6 +241,8 @@ def store(
     if not triton_only and cuda_store.supported(view, tokens, q, k, v, q_rot):
         cuda_store.store(view, tokens, q, k, v, q_rot)
         return q_rot
+    if not triton_only and q.is_cuda and cuda_store.has_codec(view.spec):
+        _say_portable(view.spec.name, q.dtype, view.head_dim)
     if view.spec.block > 1:
         seal(view, tokens, k, v)  # before the chunk overwrites the ring
     params, kv_heads = view.params, view.kv_heads
