@@ -31,8 +31,8 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
     flags += ["--chunked-prefill-size", "64", "--oscar-debug-tags"]
     flags += ["--oscar-sink-cache-tokens", "512"]  # as many as slots: no collisions
     flags += ["--oscar-sink-tokens", "8", "--oscar-recent-tokens", "32"]
-    # Requests are admitted without room for the answers of those admitted before: ``long``, whose
-    # prompts take a chunk each, outgrows the pool.
+    # Requests are admitted without room for the answers of those admitted before: any two of
+    # ``long`` that meet outgrow the pool, whichever comes how much later.
     flags += ["--schedule-conservativeness", "0"]
     # As many cached tokens must mean the same rows: recomputing would hide what was evicted.
     flags += ["--oscar-prefix-window", "reuse"]
@@ -40,7 +40,7 @@ def test_sessions_together_equal_sessions_alone(tmp_path):
     same = Workload(sessions=4, systems=4, system_tokens=8, turn_tokens=(4, 12), hangups=0)
     same = replace(same, answer_tokens=(4, 12), top=VOCAB)
     work = Workload(sessions=8, turn_tokens=(8, 40), answer_tokens=(4, 16), top=VOCAB)
-    long = replace(same, turns=1, turn_tokens=(60, 70), answer_tokens=(75, 85))
+    long = replace(same, turns=1, turn_tokens=(60, 70), answer_tokens=(165, 175))
     with Server(sharp(tmp_path / "model"), tmp_path / "log", *flags) as server:
         retracted = simulate(server, long, concurrency=4)
         equal = simulate(server, same, concurrency=4)
