@@ -183,6 +183,21 @@ def test_mixed_batch_equals_requests_alone():
         assert torch.allclose(out, alone.step((seq, prefix, n))[0], atol=1e-6)
 
 
+def test_windows_carry_sink_tokens_of_large_norm():
+    """Attention sinks of 50 times the norm: a coded row is off by a share of its own norm."""
+    windows = WINDOWS[0]
+    pool, seq = Pool(windows), Sequence(200, row=1, seed=16)
+    for x in (seq.k, seq.v):
+        x[: windows.n_sink] *= 50
+    pool.start(seq, 0)
+    pool.step((seq, 0, 190))
+    (out,) = pool.step((seq, 190, 200))
+    exact = dense(seq, seq.k, seq.v, 190, 200, windows)
+    k2, v2 = decoded(pool.seg, seq)
+    without = dense(seq, k2, v2, 190, 200, windows, lost_sinks=range(190))
+    assert (out - exact).norm() < (without - exact).norm() / 5
+
+
 def test_row_reuse_never_shows_the_previous_request():
     windows = WINDOWS[0]
     pool, old = Pool(windows), Sequence(100, row=1, seed=7)

@@ -94,6 +94,28 @@ def test_gauges_follow_sglangs_interval_without_being_asked(server):
     assert int(windows) == SINK + RECENT
 
 
+def test_our_tokens_are_those_of_sglangs_pool(server):
+    """Both are set by the same report: held = used + evictable, and with what is free all there
+    is. The same reading twice, so that no report came between its lines."""
+
+    def read() -> dict[str, float]:
+        text = server.request("/metrics/")
+        names = r"^(sglang:kv_\w+_tokens|oscar:history_tokens|oscar:tokens_capacity)\{.*\} (\S+)$"
+        return {name: float(value) for name, value in re.findall(names, text, re.M)}
+
+    for length in (40, 700, 90):
+        server.generate([length % 250] * length, 20)
+        found, again = read(), {}
+        while found != again:
+            time.sleep(0.2)
+            found, again = read(), found
+        used, evictable, free = (
+            found[f"sglang:kv_{kind}_tokens"] for kind in ("used", "evictable", "available")
+        )
+        assert found["oscar:history_tokens"] == used + evictable >= length - 1, found
+        assert found["oscar:tokens_capacity"] == CAPACITY == used + evictable + free, found
+
+
 def test_window_tokens_of_a_running_request(server):
     work = threading.Thread(target=server.generate, args=([11] * 100, 200))
     work.start()
