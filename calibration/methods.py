@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.codec_omni import OPTIONS
+from ..kernels.codec_omni import chosen
 from .baselines.fp8 import Fp8
 from .baselines.per_channel import PerChannel
 from .baselines.per_token import PerToken
@@ -144,5 +144,4 @@ def method_of(codec: str, options: dict[str, Any]) -> Method:
     """What judges an artifact of ``codec`` with these options."""
     if codec != "omni":
         return METHODS[codec]
-    chosen = {n: options.get(n, values[0]) for n, values in OPTIONS.items()}
-    return next(m for m in (METHODS[codec], *ABLATIONS.values()) if m.options == chosen)
+    return next(m for m in (METHODS[codec], *ABLATIONS.values()) if m.options == chosen(options))

@@ -24,8 +24,8 @@ import torch
 from .artifact_header import FORMAT_VERSION, METADATA_KEY, ArtifactError, Header, read_header
 from .calibration.hadamard import hadamard
 from .fingerprint import Fingerprint, FingerprintError
+from .kernels import codec_omni
 from .kernels.codec import CODECS, CodecSpec, LayerParams, spec_of
-from .kernels.codec_omni import OPTIONS as OMNI_OPTIONS
 
 __all__ = [
     "FORMAT_VERSION",
@@ -121,8 +121,8 @@ def load(path: Path | str) -> Artifact:
 
 def validate(artifact: Artifact, where: Path | str) -> None:
     """Refuse options and tensors that no kernel can use; ``where`` begins the message."""
-    for name, values in _options_of(artifact.codec).items():
-        if (found := artifact.options.get(name, values[0])) not in values:
+    for name, found in _options_of(artifact.codec, artifact.options).items():
+        if found not in (values := codec_omni.OPTIONS[name]):
             raise ArtifactError(
                 f"{where}: option {name} of codec {artifact.codec} is {found!r}, expected "
                 f"{' or '.join(values)}"
@@ -165,9 +165,9 @@ def shard(artifact: Artifact, tp_rank: int, tp_size: int) -> list[LayerParams]:
     ]
 
 
-def _options_of(codec: str) -> dict[str, tuple[str, ...]]:
-    """Options with a fixed choice of values, the default first."""
-    return OMNI_OPTIONS if CODECS[codec].meta == "channel" else {}
+def _options_of(codec: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that have a fixed choice of values, defaults filled in."""
+    return codec_omni.chosen(options) if CODECS[codec].meta == "channel" else {}
 
 
 def data_free(
@@ -176,7 +176,7 @@ def data_free(
     """Plain Hadamard rotations, the identity as metric: all there is to a codec that needs no data
     (``options``: ``codec_omni.OPTIONS``); of others only for benchmarks with dummy weights."""
     d, heads = fingerprint.head_dim, fingerprint.kv_heads
-    options = {n: values[0] for n, values in _options_of(codec).items()} | (options or {})
+    options = _options_of(codec, options or {})
     h = torch.eye(d) if options.get("rotation") == "none" else hadamard(d).float()
     neutral = {
         "r_k": h,

@@ -18,7 +18,7 @@ from .config import (
 from .events import log_event
 from .hybrid import attention_layer_ids, is_hybrid
 from .kernels.codec import CODECS
-from .kernels.codec_omni import OPTIONS
+from .kernels.codec_omni import chosen
 from .refusals import refuse_model, refuse_options, refuse_page_size
 
 logger = logging.getLogger(__name__)
@@ -119,19 +119,19 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
         raise OscarError(str(error)) from error
 
 
-def _omni_option(artifact: Any, name: str) -> str:
-    return artifact.options.get(name, OPTIONS[name][0])
-
-
 def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
     """Refuse ``--oscar-omni-*`` that the artifact was not made with."""
     for name, value in config.omni_options.items():
-        held = _omni_option(artifact, name)
-        if artifact.codec != "omni" or held != value:
-            raise OscarError(
-                f"{path}: holds codec {artifact.codec} with {name} {held}, asked for "
-                f"--oscar-omni-{name} {value}; drop the flag, or drop --oscar-artifact"
-            )
+        if artifact.codec != "omni":
+            holds = f"codec {artifact.codec}"
+        elif (held := chosen(artifact.options)[name]) != value:
+            holds = f"codec omni with {name} {held}"
+        else:
+            continue
+        raise OscarError(
+            f"{path}: holds {holds}, asked for --oscar-omni-{name} {value}; drop the flag, or drop "
+            "--oscar-artifact"
+        )
 
 
 def _save_temporary(artifact: Any) -> Path:
@@ -169,7 +169,7 @@ def pool_setup(kvc: Any) -> Any:
         sink_cache_rows=plan.sink_cache_rows,
         prefix_window=config.prefix_window,
         **(
-            {f"omni_{n}": _omni_option(artifact, n) for n in OPTIONS}
+            {f"omni_{n}": value for n, value in chosen(artifact.options).items()}
             if config.codec == "omni"
             else {}
         ),

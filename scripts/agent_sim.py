@@ -179,9 +179,7 @@ def main() -> int:
     report |= {"baselines": ["the same session alone on an empty cache"], "runs": []}
     for client, about in servers(args):
         for concurrency in args.concurrency:
-            result = {**about, **run(client, work, concurrency, text, args.seconds)} | from_log(
-                client
-            )
+            result = about | run(client, work, concurrency, text, args.seconds) | from_log(client)
             result["problems"] = problems(result, args.growth_mb)
             report["runs"].append(result)
             short = {k: v for k, v in result.items() if k not in ("workload", "differences")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -82,8 +83,8 @@ STEPS = {
 
 
 def run(command: list[str], seconds: float, log: Path) -> int | None:
-    """Exit code, None past ``seconds``. Whatever the command started is gone afterwards: a server
-    that stayed would hold the GPU's memory."""
+    """Exit code, None past ``seconds``: then the command is killed and what it has started with it,
+    because a server that stayed would hold the GPU's memory."""
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, cwd=SCRIPTS.parent)
         try:
@@ -105,7 +106,8 @@ def parse() -> argparse.Namespace:
     p.add_argument(
         "--out", type=Path, default=Path("check_gpu"), help="folder for results and logs"
     )
-    p.add_argument("--model", type=Path, help="folder of the qwen3-nano test model")
+    model = os.environ.get("OSCAR_NANO_MODEL")
+    p.add_argument("--model", type=Path, default=model, help="folder of the qwen3-nano test model")
     p.add_argument("--only", type=lambda text: text.split(","), help="steps, comma-separated")
     p.add_argument("--workers", type=int, default=12, help="of tests and servers at a time")
     p.add_argument("--commit", help="of the code, where git does not know it")

@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (8192, 32768, 131072)
 WHEN = {
     "feedback": "default; store and attention in CUDA",
-    "accurate": "retrieval matters more than speed: several times the work per written key",
+    "accurate": "retrieval matters more than speed: a written key takes about 5x the multiply-adds",
     "compact": "6% more tokens than `feedback`",
     "accurate-compact": "both of the above: the least error at the fewest bits, the slowest store",
     "aligned": "the fastest store: no error feedback",

@@ -82,7 +82,8 @@ time.sleep(99)
 @pytest.mark.parametrize(
     "argv, word", [(["--only", "nothing"], "nothing"), (["--only", "demo"], "--model")]
 )
-def test_wrong_calls_are_explained(argv, word):
+def test_wrong_calls_are_explained(argv, word, monkeypatch):
+    monkeypatch.delenv("OSCAR_NANO_MODEL", raising=False)
     command = [sys.executable, ROOT / "scripts" / "check_gpu.py", *argv]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and word in done.stderr

@@ -57,18 +57,28 @@ def pool():
 
 @pytest.fixture
 def seq(pool):
+    return prompt(pool)
+
+
+def prompt(pool):
+    """A sequence whose first 40 tokens are in the cache."""
     seq = pool.begin(sequence(60, row=1, seed=5), 0)
     pool.forward((seq, 0, 40))
     return seq
 
 
-def test_a_sound_pool_is_silent(pool, seq):
+def more_turns(pool, seq):
+    """A chunk; then a turn on a cached prefix, a decode and padding in one batch."""
     pool.forward((seq, 40, 47))
     turn = sequence(60, row=2, seed=5, slots=seq.slots.clone())
     turn.slots[45:] = torch.tensor([pool.free.pop() for _ in range(15)])
     pool.begin(turn, 45)
     padding = sequence(1, row=0, seed=9, slots=torch.tensor([0]))
     pool.forward((turn, 45, 60), (seq, 47, 48), (padding, 0, 1), (padding, 0, 1))
+
+
+def test_a_sound_pool_is_silent(pool, seq):
+    more_turns(pool, seq)
     assert pool.tags.checked_tokens == 40 + 45 + 47
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_debug_tags import DAMAGE, WINDOWS, overwrite, sequence
+from test_debug_tags import DAMAGE, WINDOWS, more_turns, overwrite, prompt, sequence
 from test_reference import Pool
 
 from oscar_sglang.debug_tags import OwnershipError
@@ -47,18 +47,11 @@ def pool():
 
 @pytest.fixture
 def seq(pool):
-    seq = pool.begin(sequence(60, row=1, seed=5), 0)
-    pool.forward((seq, 0, 40))
-    return seq
+    return prompt(pool)
 
 
 def test_a_sound_pool_is_silent(pool, seq):
-    pool.forward((seq, 40, 47))
-    turn = sequence(60, row=2, seed=5, slots=seq.slots.clone())
-    turn.slots[45:] = torch.tensor([pool.free.pop() for _ in range(15)])
-    pool.begin(turn, 45)
-    padding = sequence(1, row=0, seed=9, slots=torch.tensor([0]))
-    pool.forward((turn, 45, 60), (seq, 47, 48), (padding, 0, 1), (padding, 0, 1))
+    more_turns(pool, seq)
     assert pool.tags.stats() == {
         "every": 1, "steps": 3, "checked_steps": 3, "checked_tokens": 132, "probed_requests": 0
     }  # fmt: skip

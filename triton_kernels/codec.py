@@ -148,7 +148,7 @@ def spec_of(name: str, options: Mapping[str, Any]) -> CodecSpec:
     """The codec ``name`` as an artifact with these ``options`` runs it."""
     spec = CODECS[name]
     if spec.meta == "channel":
-        spec = replace(spec, token_norm=options.get("norm", "head") == "head")
+        spec = replace(spec, token_norm=codec_omni.chosen(options)["norm"] == "head")
     return spec
 
 

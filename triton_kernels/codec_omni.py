@@ -15,7 +15,8 @@ without the rotation (the identity in place of H), or both (keys per channel alo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,11 @@ BLOCK = 128
 OPTIONS = {"norm": ("head", "none"), "rotation": ("hadamard", "none")}
 V_RANGE = RangeRule("shrink", 1.0)
 _FP16_MAX = 65504.0
+
+
+def chosen(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every one of ``OPTIONS`` as an artifact's ``options`` have it, else its default."""
+    return {name: options.get(name, values[0]) for name, values in OPTIONS.items()}
 
 
 class KeyBlock(NamedTuple):

@@ -64,6 +64,16 @@ FAMILIES = {
     ),
     "qwen3.5": dict(model_type="qwen3_5_text", **_HYBRID),
 }
+# config.json of the first of them, for runs with dummy weights or with none at all.
+LLAMA = {
+    **_COMMON,
+    **FAMILIES["llama-64"],
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
 
 
 def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:

@@ -284,3 +284,34 @@ def run():
 @pytest.fixture
 def check():
     return check_attention
+
+
+@pytest.fixture
+def check_layer():
+    return check_decode_layers
+
+
+def check_decode_layers(lab, steps):
+    """Decode steps of the Triton kernels, each storing a token at these positions of the requests
+    and attending to it, against float64 attention over the cache that results."""
+    from oscar_sglang.kernels.decode import DecodeAttention
+    from oscar_sglang.kernels.views import TokenBatch
+
+    heads, n = lab.kv_heads * lab.group, len(lab.lens)
+    attention = DecodeAttention(
+        heads=heads, kv_heads=lab.kv_heads, head_dim=lab.dim, dtype=lab.dtype, windows=lab.windows,
+        page_size=lab.page, max_batch=n, device=lab.device, triton_only=True, block=lab.block,
+    )  # fmt: skip
+    run = attention.step(n)
+    for positions in steps:
+        last = torch.tensor(positions, device=lab.device)
+        slots = lab.req_to_token[lab.rows, last].long()
+        run.plan(lab.rows, last + 1, lab.seg.windows.recent_start)
+        q, k, v = (lab.random(n, h) for h in (heads, lab.kv_heads, lab.kv_heads))
+        where = TokenBatch(lab.rows, last, last + 1, slots, torch.full_like(slots, -1))
+        out = torch.empty(q.shape, device=lab.device)
+        run.layer(lab.view(), where, q, k, v, lab.req_to_token, out, scale=0.125)
+        rotated = codec.rotate(q, lab.seg.params[0].r_k)
+        for b, position in enumerate(positions):
+            want = lab.attention(b, rotated[b : b + 1], position + 1, 0.125)[0]
+            assert relative_rms(out[b : b + 1], want) < 2e-3

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from oscar_sglang.kernels import codec
-
 LENS = [(1,), (15, 16, 17), (49, 63, 64, 65), (100, 1, 0, 33)]
 
 
@@ -116,27 +114,9 @@ def test_decode_attention_facade(lab, rms, max_q):
         attention.step(200, max_q)
 
 
-def test_layer_is_store_then_attention(lab, rms):
+def test_layer_is_store_then_attention(lab, check_layer):
     """The next token of each request, stored and attended by one call."""
-    from oscar_sglang.kernels.decode import DecodeAttention
-    from oscar_sglang.kernels.views import TokenBatch
-
     lens = (70, 9)
     x = lab(lens=lens)
     x.fill(lens)
-    heads = x.kv_heads * x.group
-    step = DecodeAttention(
-        heads=heads, kv_heads=x.kv_heads, head_dim=x.dim, dtype=x.dtype, windows=x.windows,
-        page_size=16, max_batch=2, device=x.device, triton_only=True,
-    ).step(2)  # fmt: skip
-    last = torch.tensor(lens, device=x.device)
-    slots = x.req_to_token[x.rows, last].long()
-    step.plan(x.rows, last + 1, x.seg.windows.recent_start)
-    q, k, v = x.random(2, heads), x.random(2, x.kv_heads), x.random(2, x.kv_heads)
-    where = TokenBatch(x.rows, last, last + 1, slots, torch.full_like(slots, -1))
-    out = torch.empty(q.shape, device=x.device)
-    step.layer(x.view(), where, q, k, v, x.req_to_token, out, scale=0.125)
-    rotated = codec.rotate(q, x.seg.params[0].r_k)
-    for b, n in enumerate(lens):
-        want = x.attention(b, rotated[b : b + 1], n + 1, 0.125)[0]
-        assert rms(out[b : b + 1], want) < 2e-3
+    check_layer(x, [lens])

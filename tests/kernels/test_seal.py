@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar_sglang.kernels import codec, codec_omni, reference
+from oscar_sglang.kernels import codec_omni, reference
 from oscar_sglang.kernels.codec import spec_of
 from oscar_sglang.kernels.store import store
 
@@ -175,28 +175,8 @@ def test_restore_reads_history_where_the_sink_cache_misses(omni):
     assert torch.allclose(got.float(), want[:, 1:3].float(), rtol=1e-2, atol=1e-6)
 
 
-def test_decode_step_over_sealed_blocks(omni, rms):
+def test_decode_step_over_sealed_blocks(omni, check_layer):
     """The facade with the block of the codec: the token that ends a block, then the next ones."""
-    from oscar_sglang.kernels.decode import DecodeAttention
-    from oscar_sglang.kernels.views import TokenBatch
-
     x = omni(lens=(260, 140), dim=32)
     x.fill((255, 127))
-    heads = x.kv_heads * x.group
-    attention = DecodeAttention(
-        heads=heads, kv_heads=x.kv_heads, head_dim=x.dim, dtype=x.dtype, windows=x.windows,
-        page_size=BLOCK, max_batch=2, device=x.device, triton_only=True, block=BLOCK,
-    )  # fmt: skip
-    run, last = attention.step(2), torch.tensor([255, 127], device=x.device)
-    for _ in range(2):
-        slots = x.req_to_token[x.rows, last].long()
-        run.plan(x.rows, last + 1, x.seg.windows.recent_start)
-        q, k, v = x.random(2, heads), x.random(2, x.kv_heads), x.random(2, x.kv_heads)
-        where = TokenBatch(x.rows, last, last + 1, slots, torch.full_like(slots, -1))
-        out = torch.empty(q.shape, device=x.device)
-        run.layer(x.view(), where, q, k, v, x.req_to_token, out, scale=0.125)
-        rotated = codec.rotate(q, x.seg.params[0].r_k)
-        for b in range(2):
-            want = x.attention(b, rotated[b : b + 1], int(last[b]) + 1, 0.125)[0]
-            assert rms(out[b : b + 1], want) < 2e-3
-        last = last + 1
+    check_layer(x, [(255, 127), (256, 128)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from configs import LLAMA
+from tiny_models import LLAMA
 from vectors import DATA
 
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from configs import LLAMA
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tiny_models import LLAMA
 
 from oscar_sglang import artifact
 
@@ -125,6 +125,13 @@ CASES = {
         ("--oscar-omni-norm", "none"),
         {},
         ["norm head", "--oscar-omni-norm none", "drop"],
+    ),
+    "omni's norm for another codec's artifact": (
+        "llama",
+        "good",
+        ("--oscar-omni-norm", "none"),
+        {},
+        ["holds codec feedback, asked for --oscar-omni-norm none", "drop"],
     ),
     "another codec's option": (
         "llama",
