@@ -106,7 +106,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
         bar_wait(full + st * 8, phase);
         visit_tile<SUB, decltype(first)::value>(w, a, s, buf + st * STAGE + warp * HB, tile);
         __syncwarp();
-        if (lane == 0) bar_arrive(empty + st * 8);
+        if (lane == 0) bar_arrive(empty + st * 8 + w.stage_read(a));
         if (++st == CTA_STAGES) st = 0, phase ^= 1;
       };
       consume(Flag<true>(), s.tile0);
@@ -158,22 +158,22 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
 #endif
 #if PAGED
     auto slot_of = [&](int i) { return __ldg(row + min(tile_base(a, tile0 + i * STRIDE) + (lane & 1) * 16, s.hist_end - 1)); };
-    auto issue = [&](int slot, int i) {
+    auto issue = [&](int slot, int i, u32 after) {    // after: stage_read of the stage's last tile
       prefetch_channels(a, tile0 + i, i == 0, slot, head, 1);
       const u32 bar = full + issue_st * 8;
       if (lane == 0) bar_expect(bar, STAGE);
       __syncwarp();
       if (lane < 2)
-        bulk_copy(buf + issue_st * STAGE + lane * HB, a.blocks + ((i64)(slot >> 4) * HK + head) * HB, HB, bar);
+        bulk_copy(buf + issue_st * STAGE + lane * HB + after, a.blocks + ((i64)(slot >> 4) * HK + head) * HB, HB, bar);
       if (++issue_st == STAGES) issue_st = 0;
     };
 #else
     auto slot_of = [&](int i) {
       return __ldg(row + min(max(tile_base(a, tile0 + i * STRIDE) + lane, a.n_sink), s.hist_end - 1));
     };
-    auto issue = [&](int slot, int) {
+    auto issue = [&](int slot, int, u32 after) {
       const u8* src = a.blocks + ((i64)(slot >> 4) * HK + head) * HB;
-      const u32 dst = buf + issue_st * STAGE + (lane >> 4) * HB;
+      const u32 dst = buf + issue_st * STAGE + (lane >> 4) * HB + after;
       UNROLL for (int c = 0; c < D / 32; c++)
         copy16(dst + c * CHUNK + (lane & 15) * 16, src + c * CHUNK + (slot & 15) * 16);
 #if META_FORM == CHANNEL                            // whole pages: a block's metadata lie as they are wanted
@@ -185,7 +185,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
     };
 #endif
     UNROLL for (int i = 0; i < STAGES - 1; i++) {
-      if (i < n) issue(slot_of(i), i);
+      if (i < n) issue(slot_of(i), i, 0);
 #if !PAGED
       commit_copies();
 #endif
@@ -217,7 +217,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
         if (i + STAGES - 1 < n) {
           const int slot = next;
           if (i + STAGES < n) next = slot_of(i + STAGES);
-          issue(slot, i + STAGES - 1);
+          issue(slot, i + STAGES - 1, w.stage_read(a));
         }
 #if !PAGED
         commit_copies();

@@ -40,6 +40,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("batch", "n_sink", "n_recent", "columns")),
         *((name, ctypes.c_float) for name in ("scale_log2", "cap_log2")),
         *((name, ctypes.c_void_p) for name in ("grid", "channels")),
+        ("zero", ctypes.c_int),
     ]  # fmt: skip
 
 

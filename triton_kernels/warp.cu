@@ -18,6 +18,7 @@ struct Args {
   float scale_log2, cap_log2;
   const float* grid;     // [HK, 2, 3], COMPACT
   const u16* channels;   // [slots / PAGE, HK, D, 2] step and lo, CHANNEL
+  int zero;              // 0, which the compiler does not know
 };
 
 // ---------------------------------------------------------------- work of a split
@@ -76,6 +77,7 @@ struct Warp {
   Decoder decoder;
   float acc[NJ][4], m0, m1, l0, l1, z0, z1;
   bool unset0, unset1;                  // no visible token yet
+  u32 read;                             // bits of the last tile's codes of V, see stage_read
   float norm, inv_norm;                 // what q is multiplied by (0: no such column), its inverse
   const float* qr;                      // query row of column g
   int q_pos0, q_pos1;
@@ -95,6 +97,7 @@ struct Warp {
     UNROLL for (int j = 0; j < NJ; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
     m0 = m1 = l0 = l1 = z0 = z1 = 0.f;
     unset0 = unset1 = true;
+    read = 0;
     float top = 0.f;
     UNROLL for (int r = 0; r < D / 16; r++) {
       const float4 v = *reinterpret_cast<const float4*>(qr + 16 * r + 4 * t);
@@ -242,6 +245,9 @@ struct Warp {
     decoder.unit = inv_norm * 65536.f * __uint_as_float((u32)(127 + e) << 23);
   }
 #endif
+  // 0, known only when all of the last tile has been read. What hands its stage to the next copy adds this to an
+  // address: an mbarrier arrival alone may overtake ldmatrix, and a copy wrote over codes that were still to be read.
+  DEV u32 stage_read(const Args& a) const { return read & a.zero; }
   DEV void end_history() {
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 4; e++)
@@ -319,6 +325,7 @@ struct Warp {
     } else {
       ldsm_t(v[0], base + CHUNK + (lane >> 4) * SUB + (lane & 15) * 16);
     }
+    read = v[0][0] ^ v[D / 128][0];
     u32 pb[2][2];
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int e = 0; e < 2; e++) {

@@ -88,10 +88,10 @@ class Difference:
     widest: float | None = None
 
     def kind(self, foreign: float) -> str:
-        if self.kl is None:
-            return "tie" if self.gap is not None and self.gap <= TIE_NATS else "corrupt"
         limit = FOREIGN_SHARE * foreign
-        if self.gap is not None and self.kl <= limit:
+        # Less KL than the gap makes another token the best one.
+        moved = self.gap if self.kl is None else self.kl
+        if self.gap is not None and moved <= limit:
             return "tie" if self.gap <= TIE_NATS else "drift"
         if self.nearest is not None and (self.nearest <= limit or self.widest >= self.kl):
             return "drift"

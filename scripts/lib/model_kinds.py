@@ -130,7 +130,8 @@ KINDS = {
         lambda folder: ["--quantization", "fp8"],
         gpu="FP8 matrix products",
     ),
-    "awq-128": Kind(_awq, gpu="AWQ kernels"),
+    # The default, Marlin's kernels, SGLang compiles for minutes.
+    "awq-128": Kind(_awq, lambda folder: ["--quantization", "awq"], gpu="AWQ kernels"),
     "lora-64": Kind(
         _with_adapters, _adapter_flags, adapters=ADAPTERS, gpu="SGLang pins memory for adapters"
     ),

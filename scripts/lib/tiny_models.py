@@ -128,8 +128,9 @@ def _write(model, folder: Path) -> Path:
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 p.mul_(_PEAK)  # attention that is not uniform
-            elif name.endswith(".bias"):
-                p.normal_(std=0.5)  # they start as zeros
+            elif name.endswith(".bias"):  # they start as zeros
+                # Values that are mostly bias would make all contexts alike.
+                p.normal_(std=0.05 if name.endswith("v_proj.bias") else 0.5)
     model.save_pretrained(folder)
     return folder
 

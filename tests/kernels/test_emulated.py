@@ -22,6 +22,10 @@ from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.plan import plan_attend
 from oscar_sglang.selftest import check_served
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="without a GPU only: one runs the kernels themselves"
+)
+
 WARP = dict(kernel="attend_warp", splits=5, warps=2, stages=3)
 UNPAGED = cuda_attend.Form(paged=False, **WARP)
 PAGED = cuda_attend.Form(paged=True, **WARP)
