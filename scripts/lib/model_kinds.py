@@ -130,8 +130,10 @@ KINDS = {
         lambda folder: ["--quantization", "fp8"],
         gpu="FP8 matrix products",
     ),
-    # The default, Marlin's kernels, SGLang compiles for minutes.
-    "awq-128": Kind(_awq, lambda folder: ["--quantization", "awq"], gpu="AWQ kernels"),
+    # Of the default, Marlin's kernels, SGLang compiles for minutes; these know float16 only.
+    "awq-128": Kind(
+        _awq, lambda folder: ["--quantization", "awq", "--dtype", "float16"], gpu="AWQ kernels"
+    ),
     "lora-64": Kind(
         _with_adapters, _adapter_flags, adapters=ADAPTERS, gpu="SGLang pins memory for adapters"
     ),
