@@ -1,6 +1,6 @@
 """Do the kernels agree with the reference on this machine?
 
-Run by ``oscar-sglang doctor``, and by a server on a GPU whose codec's CUDA kernels are UNPROVEN.
+Run by ``oscar-sglang doctor``, and by a server on a GPU of a kind that is not in PROVEN_ON.
 Small random requests are stored by the kernels and, apart, by the reference on the CPU; then one
 decode step over the kernels' own cache is compared with the reference's attention over it, and its
 own rows with the reference's. So a wrong store and a wrong attend are told apart.
@@ -25,8 +25,9 @@ from .kernels.views import TokenBatch, layer_view
 
 logger = logging.getLogger(__name__)
 
-# Codecs whose CUDA kernels no GPU has run yet: a server compares them before it serves.
-UNPROVEN = ("accurate", "accurate-compact", "compact", "lloyd", "omni")
+# Compute capabilities of GPUs on which the tests of all CUDA kernels have passed; on another one a
+# server compares those that it is about to use.
+PROVEN_ON = ((9, 0),)
 # Rows whose codes or metadata differ may do so by a tie of float32 rounding: below 1% here.
 EQUAL_ROWS = 0.97
 # Relative RMS. Exact rows are BF16; attend multiplies in FP16 and writes BF16.
@@ -187,6 +188,10 @@ def _stored(ours: _Pool, other: _Pool) -> tuple[float, float]:
     pairs = [(getattr(a.windows, n)[0], getattr(b.windows, n)[0]) for n in _WINDOWS]
     pairs += [(a.sinks.k[0], b.sinks.k[0]), (a.sinks.v[0], b.sinks.v[0])]
     return equal.float().mean().item(), max(_error(x, y) for x, y in pairs)
+
+
+def proven_on(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) in PROVEN_ON
 
 
 def check_served(attention: DecodeAttention, spec: CodecSpec, params: LayerParams) -> None:

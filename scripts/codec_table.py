@@ -3,7 +3,8 @@
     python scripts/codec_table.py
 
 Bits per element count everything a request costs: its history rows and its exact windows (sink 64,
-recent 256), for the shape of Qwen3-8B. KL is that of the served pool (``eval_pool.py``).
+recent 256), for the shape of Qwen3-8B. KL is that of the served pool (``eval_pool.py``), times are
+those of ``bench_kernels.py``: attention of a decode step, and a store that writes 1 or 8192 tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from oscar_sglang.kernels.layout import MemoryPlan, WindowLayout
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (8192, 32768, 131072)
+DECODE = (32, 32768)  # batch, context
+STORED = (1, 8192)  # tokens
 WHEN = {
     "feedback": "default; store and attention in CUDA",
-    "accurate": "retrieval matters more than speed: a written key takes about 5x the multiply-adds",
+    "accurate": "retrieval matters more than the cost of a store",
     "compact": "6% more tokens than `feedback`",
     "accurate-compact": "both of the above: the least error at the fewest bits, the slowest store",
     "aligned": "the fastest store: no error feedback",
@@ -44,20 +47,36 @@ def bits(codec: str, context: int) -> float:
     return plan.effective_bits(context)
 
 
+def load(name: str):
+    return json.loads((RESULTS / name).read_text())
+
+
+def microseconds(codec: str, rows: list[dict]) -> str:
+    """Of a layer: attention, and stores that end no block or, of a prompt, as many as it fills."""
+    # Attention reads nothing of a codec but its codes and metadata.
+    read = {"affine": "any", "compact": "compact", "scale": "lloyd", "channel": "omni"}
+    case = {"codec": read[CODECS[codec].meta], "op": "decode_attention", "gqa": 4}
+    found = [
+        r["us"] for r in rows if case.items() <= r.items() and (r["batch"], r["context"]) == DECODE
+    ]
+    for tokens in STORED:
+        case = {"codec": codec, "op": "store", "batch": tokens}
+        found.append(min(r["us"] for r in rows if case.items() <= r.items()))
+    attend, *store = found
+    return f"{attend:.0f} | " + " / ".join(f"{x:.1f}" if x < 10 else f"{x:.0f}" for x in store)
+
+
 def table() -> list[str]:
     """Markdown lines, one a codec."""
-    measured = {
-        r["codec"]: r for r in json.loads((RESULTS / "pool-quality-smollm2.json").read_text())
-    }
-    lines = [
-        "| codec | bits at 8k / 32k / 128k | KL | top-1 | choose it when |",
-        "|---|---|---|---|---|",
-    ]
+    quality = {r["codec"]: r for r in load("pool-quality-smollm2.json")}
+    rows = load("kernels-h200.json")["rows"]
+    head = ("codec", "bits at 8k / 32k / 128k", "KL", "top-1", "attend, µs", "store, µs")
+    lines = ["| " + " | ".join((*head, "choose it when")) + " |", "|---|---|---|---|---|---|---|"]
     for name in CODECS:
-        row = measured[name]
         cost = " / ".join(f"{bits(name, n):.2f}" for n in CONTEXTS)
-        quality = f"{row['kl']:.4f} | {row['top1']:.1%}"
-        lines.append(f"| `{name}` | {cost} | {quality} | {WHEN[name]} |")
+        kl, top1 = quality[name]["kl"], quality[name]["top1"]
+        shown = (cost, f"{kl:.4f}", f"{top1:.1%}", microseconds(name, rows), WHEN[name])
+        lines.append(f"| `{name}` | " + " | ".join(shown) + " |")
     return lines
 
 

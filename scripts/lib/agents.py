@@ -89,7 +89,7 @@ class Difference:
 
     def kind(self, foreign: float) -> str:
         limit = FOREIGN_SHARE * foreign
-        # Less KL than the gap makes another token the best one.
+        # An unknown KL is taken for as large as the gap: less would turn the choice.
         moved = self.gap if self.kl is None else self.kl
         if self.gap is not None and moved <= limit:
             return "tie" if self.gap <= TIE_NATS else "drift"

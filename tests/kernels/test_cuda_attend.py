@@ -364,7 +364,7 @@ def test_overlap_changes_nothing(lab, monkeypatch, batch, codec_name):
 
     layers = Layers(lab, batch, codec_name)
     graph = layers.graph()
-    for _ in range(20):
+    for _ in range(10):
         layers.refresh()
         with monkeypatch.context() as patch:
             patch.setattr(driver.Kernel, "__call__", alone)

@@ -46,7 +46,7 @@ def test_sound_kernels_of_a_server(lab, device, codec_name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec_name", selftest.UNPROVEN)
+@pytest.mark.parametrize("codec_name", CODECS)
 def test_sound_cuda_kernels_of_a_server(lab, device, codec_name):
     check_served(*served(lab, device, codec_name, False))
 

@@ -131,8 +131,9 @@ def test_a_token_without_reported_probabilities():
     turn.answer, turn.top = [9, 5], [None, {5: -0.1}]
     tie, noise = compare(0, 0, turn, [8, 5], [{8: -0.7, 9: -0.75}, {5: -0.1}])
     assert tie.kl is None and noise == [] and tie.kind(foreign=2.0) == "tie"
-    far, _ = compare(0, 0, turn, [8, 5], [{8: -0.1, 9: -3.0}, {5: -0.1}])
-    assert far.kind(foreign=2.0) == "corrupt"
+    for chosen, kind in ((-0.25, "drift"), (-3.0, "corrupt")):
+        moved, _ = compare(0, 0, turn, [8, 5], [{8: -0.1, 9: chosen}, {5: -0.1}])
+        assert moved.kl is None and moved.kind(foreign=2.0) == kind
 
 
 CALM = {"history_tokens": 0, "tokens_capacity": 900, "gpu_mb": 4000.0}

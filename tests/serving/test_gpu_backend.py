@@ -1,5 +1,5 @@
 """The GPU backend's own code on a CPU: Triton under the interpreter, a two-layer model; on a GPU
-its debug tags."""
+its debug tags. And when a server checks its kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
+import torch
 
+from oscar_sglang import selftest
 from oscar_sglang.launch_server import has_gpu
 
 pytestmark = pytest.mark.sglang
@@ -68,3 +71,20 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
     for fault, words in SAID.items() if result["faults"] else ():
         assert words in result["faults"][fault], result["faults"]
     assert bool(result["faults"]) == (codec == "feedback")
+
+
+@pytest.mark.parametrize("capability, checks", [((8, 0), 1), ((9, 0), 0), ((12, 0), 1)])
+def test_a_server_checks_its_kernels_on_an_untried_gpu(monkeypatch, capability, checks):
+    from oscar_sglang.gpu_backend import OscarGpuBackend
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    checked = []
+    monkeypatch.setattr(selftest, "check_served", lambda *what: checked.append(what))
+    pool = SimpleNamespace(segments=SimpleNamespace(spec="codec"))
+    views = [SimpleNamespace(params="of layer 0")]
+    for cuda in (True, False):  # the portable kernels are the reference's own kind
+        attention = SimpleNamespace(cuda=cuda, device=torch.device("cuda", 0))
+        OscarGpuBackend.check_kernels(
+            SimpleNamespace(pool=pool, decode_attention=attention, views=views)
+        )
+    assert len(checked) == checks and all(x[1:] == ("codec", "of layer 0") for x in checked)
