@@ -1,6 +1,6 @@
 """Do the kernels agree with the reference on this machine?
 
-Run by ``oscar-sglang doctor``, and by a server on a GPU of a kind that is not in PROVEN_ON.
+Run by ``oscar-sglang doctor``, and by a server on a GPU whose kernels are not ``proven`` there.
 Small random requests are stored by the kernels and, apart, by the reference on the CPU; then one
 decode step over the kernels' own cache is compared with the reference's attention over it, and its
 own rows with the reference's. So a wrong store and a wrong attend are told apart.
@@ -25,9 +25,10 @@ from .kernels.views import TokenBatch, layer_view
 
 logger = logging.getLogger(__name__)
 
-# Compute capabilities of GPUs on which the tests of all CUDA kernels have passed; on another one a
-# server compares those that it is about to use.
+# Compute capabilities of GPUs on which the tests of all CUDA kernels have passed, and the metadata
+# whose kernels have changed since.
 PROVEN_ON = ((9, 0),)
+CHANGED_SINCE = ("compact", "channel")
 # Rows whose codes or metadata differ may do so by a tie of float32 rounding: below 1% here.
 EQUAL_ROWS = 0.97
 # Relative RMS. Exact rows are BF16; attend multiplies in FP16 and writes BF16.
@@ -190,8 +191,10 @@ def _stored(ours: _Pool, other: _Pool) -> tuple[float, float]:
     return equal.float().mean().item(), max(_error(x, y) for x, y in pairs)
 
 
-def proven_on(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) in PROVEN_ON
+def proven(device: torch.device, spec: CodecSpec) -> bool:
+    """Whether the kernels need no comparison here before they serve."""
+    known = torch.cuda.get_device_capability(device) in PROVEN_ON
+    return known and spec.meta not in CHANGED_SINCE
 
 
 def check_served(attention: DecodeAttention, spec: CodecSpec, params: LayerParams) -> None:

@@ -31,7 +31,9 @@ constexpr bool V_LO = META_FORM != SCALE;
 constexpr float LO_UNIT = META_FORM == COMPACT ? 1048576.f : 1.f;    // what Decoder's lo count in
 constexpr int PAGE = 128;                 // tokens that share channels, consecutive slots
 
-// Token: metadata as they are stored. Decoder: what they mean; `products` is the unit of the products of K. V's step
+// Token: metadata as they are stored, of token row + more of a block, where a lane's `row` never changes. Decoder: what
+// they mean; `products` is the unit of the products of K, `zero` is Args::zero. What value_lo gives a token counts in
+// a unit of its own: `offset` is the sum of p * lo, of z = sum of p * value_lo and l = sum of p, over LO_UNIT. V's step
 // must stay below BIG_STEP = 2^BIG_STEP_LOG2, or move_reference has to make room for p * step in FP16.
 constexpr float BIG_STEP_LOG2 = 7.f;
 constexpr u32 BIG_STEP = 0x5800;          // 128.0 in FP16
@@ -39,27 +41,28 @@ constexpr u32 BIG_STEP = 0x5800;          // 128.0 in FP16
 struct Token {
   u32 k, v;                               // K's and V's step, lo; of CHANNEL k's low half is the norm
 #if META_FORM == AFFINE
-  DEV void load(u32 meta, int i) {
-    const uint2 m = lds64(meta + i * 8);
+  DEV void load(u32 meta, int row, int more) {
+    const uint2 m = lds64(meta + row * 8 + more * 8);
     k = m.x, v = m.y;
   }
 #else
-  DEV void load(u32 meta, int i) {        // 6 bytes, in two aligned words
-    const u32 at = meta + i * 6, x = lds32(at & ~3u), y = lds32((at & ~3u) + 4);
-    k = at & 2 ? x >> 16 : x;
-    v = __byte_perm(x, y, at & 2 ? 0x7654 : 0x5432);
+  DEV void load(u32 meta, int row, int more) {          // 6 bytes of two aligned words; `more` is even
+    const u32 at = meta + (row * 6 & ~3) + more * 6, x = lds32(at), y = lds32(at + 4);
+    k = __byte_perm(x, 0, row & 1 ? 0x4432 : 0x4410);
+    v = __byte_perm(x, y, row & 1 ? 0x7654 : 0x5432);
   }
 #endif
   DEV void hide() { v = 0; }              // stale metadata may be NaN
 };
 struct Decoder {
   float unit;
-  DEV void begin(const float* grid, float products) { unit = products; }
+  DEV void begin(const float* grid, float products, int zero) { unit = products; }
   DEV float2 key(const Token& m) const {
     const float2 k = unpack_half(m.k);
     return make_float2(k.x * unit, k.y);
   }
   DEV float value_lo(const Token& m) const { return unpack_half(m.v).y; }
+  DEV float offset(float z, float l) const { return z; }
   DEV u32 weights(const Token& m, float p0, float p1) const {
     return mul_half2(pack_half(p0, p1), __byte_perm(m.v, m.v, 0x1010));
   }
@@ -71,14 +74,15 @@ struct Decoder {
 #elif META_FORM == SCALE
 struct Token {
   u32 w;                                  // of K, of V
-  DEV void load(u32 meta, int i) { w = lds32(meta + i * 4); }
+  DEV void load(u32 meta, int row, int more) { w = lds32(meta + row * 4 + more * 4); }
   DEV void hide() { w &= 0xFFFF; }
 };
 struct Decoder {
   float unit;
-  DEV void begin(const float* grid, float products) { unit = products; }
+  DEV void begin(const float* grid, float products, int zero) { unit = products; }
   DEV float2 key(const Token& m) const { return make_float2(unpack_half(m.w).x * unit, 0.f); }
   DEV float value_lo(const Token& m) const { return 0.f; }
+  DEV float offset(float z, float l) const { return z; }
   DEV u32 weights(const Token& m, float p0, float p1) const {
     return mul_half2(pack_half(p0, p1), __byte_perm(m.w, m.w, 0x3232));
   }
@@ -90,26 +94,33 @@ struct Decoder {
 #elif META_FORM == COMPACT
 // Byte i of w without a conversion, because it lies in a mantissa: as 2048 + byte / 16 (2048 goes into the constants
 // below, which shifts a step by 4e-5 of itself at most), and as byte * 2^-133, exactly.
-DEV float sixteenths(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0x45000000u, 0x7404 | i << 4)); }
 DEV float subnormal(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0, 0x4044 | i << 8)); }
 struct Token {
   u32 w;
-  DEV void load(u32 meta, int i) { w = lds32(meta + i * 4); }
+  DEV void load(u32 meta, int row, int more) { w = lds32(meta + row * 4 + more * 4); }
   DEV void hide() {}                      // any byte is a finite number
 };
 struct Decoder {
   float step_log2[2], lo_first[2], lo_step[2];          // of K (with the unit of its products), of V
-  DEV void begin(const float* grid, float products) {   // [2, 3] of the head
+  float big_from;                                       // what sixteenths() of a big step of V exceeds
+  u32 exponent;                                         // of 2048
+  DEV void begin(const float* grid, float products, int zero) {      // [2, 3] of the head
+    // Two of them as if lanes differed: an instruction takes one uniform operand, the other was moved for each token.
+    const u32 lane = threadIdx.x & zero;
+    exponent = 0x45000000u | lane;
     UNROLL for (int kv = 0; kv < 2; kv++) {
       step_log2[kv] = grid[3 * kv] + (kv == 0 ? lg2(products) : 0.f) - 2048.f;
       lo_first[kv] = grid[3 * kv + 1] * (1.f / LO_UNIT);
-      lo_step[kv] = grid[3 * kv + 2] * 1.0384593717069655e34f;       // 2^133 / LO_UNIT
+      lo_step[kv] = grid[3 * kv + 2 + lane] * 1.0384593717069655e34f;       // 2^133 / LO_UNIT
     }
+    big_from = BIG_STEP_LOG2 - step_log2[1];
   }
+  DEV float sixteenths(u32 w, int i) const { return __uint_as_float(__byte_perm(w, exponent, 0x7404 | i << 4)); }
   DEV float2 key(const Token& m) const {
     return make_float2(ex2(sixteenths(m.w, 0) + step_log2[0]), fmaf(subnormal(m.w, 1), lo_step[0], lo_first[0]));
   }
-  DEV float value_lo(const Token& m) const { return fmaf(subnormal(m.w, 3), lo_step[1], lo_first[1]); }
+  DEV float value_lo(const Token& m) const { return subnormal(m.w, 3); }
+  DEV float offset(float z, float l) const { return fmaf(z, lo_step[1], l * lo_first[1]); }
   DEV u32 weights(const Token& m, float p0, float p1) const {
     const float step = ex2(value_log2(m));
     return pack_half(p0 * step, p1 * step);
@@ -117,7 +128,7 @@ struct Decoder {
   DEV bool big(const Token (&m)[2][2]) const {
     const float top = fmaxf(fmaxf(sixteenths(m[0][0].w, 2), sixteenths(m[0][1].w, 2)),
                             fmaxf(sixteenths(m[1][0].w, 2), sixteenths(m[1][1].w, 2)));
-    return top + step_log2[1] > BIG_STEP_LOG2;
+    return top > big_from;
   }
   DEV float value_log2(const Token& m) const { return sixteenths(m.w, 2) + step_log2[1]; }
 };

@@ -211,7 +211,7 @@ struct Warp {
     sum0 = __shfl_sync(~0u, sq, t * 8);
     sum1 = __shfl_sync(~0u, sq, t * 8 + 4);
     // 2^8 of the query, 2^-24 of the codes
-    decoder.begin(a.grid + head * 6, inv_norm * (65536.f * VALUE_UNIT));
+    decoder.begin(a.grid + head * 6, inv_norm * (65536.f * VALUE_UNIT), a.zero);
 #endif
   }
 #if META_FORM == CHANNEL
@@ -227,12 +227,14 @@ struct Warp {
     const int e = max(bits - 126, -24);
     const float shrink = norm * __uint_as_float((u32)(127 - e) << 23);
     float sum = 0.f;
+    const uint2* meta = reinterpret_cast<const uint2*>(page) + t;       // of two channels each
+    const float2* q = reinterpret_cast<const float2*>(qr) + t;
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int h = 0; h < 2; h++) {
-        const int c = 16 * j + 8 * h + 2 * t;
+        const int c = 8 * j + 4 * h;
         const float sc = (float)(1 << (8 - plane_shift(plane(j, h))));
-        const uint2 m = __ldg(reinterpret_cast<const uint2*>(page + 2 * c));
-        const float2 v = *reinterpret_cast<const float2*>(qr + c);
+        const uint2 m = __ldg(meta + c);
+        const float2 v = q[c];
         const float2 m0 = unpack_half(m.x), m1 = unpack_half(m.y);
         qb[j][h] = pack_half(v.x * m0.x * (shrink * sc), v.y * m1.x * (shrink * sc));
         sum = fmaf(v.x, m0.y, fmaf(v.y, m1.y, sum));
@@ -249,6 +251,8 @@ struct Warp {
   // address: an mbarrier arrival alone may overtake ldmatrix, and a copy wrote over codes that were still to be read.
   DEV u32 stage_read(const Args& a) const { return read & a.zero; }
   DEV void end_history() {
+    z0 = decoder.offset(z0, l0);
+    z1 = decoder.offset(z1, l1);
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 4; e++)
         acc[j][e] *= VALUE_UNIT * (float)(1 << (24 - plane_shift(plane(j, e >> 1))));
@@ -268,7 +272,7 @@ struct Warp {
       ldsm(k[0], base + (lane >> 4) * SUB + (lane & 15) * 16);
     }
     UNROLL for (int u = 0; u < 2; u++)
-      UNROLL for (int e = 0; e < 2; e++) md[u][e].load(base + META + u * SUB, g + 8 * e);
+      UNROLL for (int e = 0; e < 2; e++) md[u][e].load(base + META + u * SUB, g, 8 * e);
     UNROLL for (int u = 0; u < 2; u++) {
       s[u][0] = s[u][2] = META_FORM == CHANNEL ? sum0 : 0.f;
       s[u][1] = s[u][3] = META_FORM == CHANNEL ? sum1 : 0.f;

@@ -14,6 +14,7 @@ import tiny_models
 import torch
 
 from oscar_sglang import selftest
+from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.launch_server import has_gpu
 
 pytestmark = pytest.mark.sglang
@@ -73,18 +74,21 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
     assert bool(result["faults"]) == (codec == "feedback")
 
 
-@pytest.mark.parametrize("capability, checks", [((8, 0), 1), ((9, 0), 0), ((12, 0), 1)])
-def test_a_server_checks_its_kernels_on_an_untried_gpu(monkeypatch, capability, checks):
+@pytest.mark.parametrize(
+    "capability, codec, checks",
+    [((8, 0), "feedback", 1), ((9, 0), "feedback", 0), ((12, 0), "lloyd", 1), ((9, 0), "omni", 1)],
+)
+def test_a_server_checks_kernels_that_are_not_proven(monkeypatch, capability, codec, checks):
     from oscar_sglang.gpu_backend import OscarGpuBackend
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     checked = []
     monkeypatch.setattr(selftest, "check_served", lambda *what: checked.append(what))
-    pool = SimpleNamespace(segments=SimpleNamespace(spec="codec"))
+    pool = SimpleNamespace(segments=SimpleNamespace(spec=CODECS[codec]))
     views = [SimpleNamespace(params="of layer 0")]
-    for cuda in (True, False):  # the portable kernels are the reference's own kind
+    for cuda in (True, False):  # the portable kernels are none of those
         attention = SimpleNamespace(cuda=cuda, device=torch.device("cuda", 0))
-        OscarGpuBackend.check_kernels(
-            SimpleNamespace(pool=pool, decode_attention=attention, views=views)
-        )
-    assert len(checked) == checks and all(x[1:] == ("codec", "of layer 0") for x in checked)
+        backend = SimpleNamespace(pool=pool, decode_attention=attention, views=views)
+        OscarGpuBackend.check_kernels(backend)
+    assert len(checked) == checks
+    assert all(x[1:] == (CODECS[codec], "of layer 0") for x in checked)
