@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from model_kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
@@ -165,6 +166,30 @@ def test_tokens_held_are_those_of_the_file():
     written = re.findall(r"(\d+\.\d+) M", line) + re.findall(r"(\d+\.\d+)x", line)
     ratios = [millions[2] / x for x in millions[:2]]
     assert all(same(w, x) for w, x in zip(written, millions + ratios, strict=True)), line
+
+
+# -- models and soaks --------------------------------------------------------------------------
+
+
+def test_every_kind_of_model_agrees():
+    """Servers on a GPU: with graphs and without the same to the bit, the rest within its limit."""
+    models = load("models-h200.json")["models"]
+    # What could not be served on that machine; head_dim 256 lacks its FlashAttention-3.
+    assert set(KINDS) - set(models) == {"awq-128", "llama-256", "qwen3-next-256"}
+    for name, row in models.items():
+        found = {(c["run"], c["with"]): c for c in row["comparisons"]}
+        assert row["ok"] and len(found) >= 3, name
+        assert found["eager", "default"]["max"] == 0, name
+        assert found["wide", "exact"]["ratio"] < 1e-3, name
+    assert ("default", "reference") in {(c["run"], c["with"]) for c in row["comparisons"]}
+
+
+@pytest.mark.parametrize("name", ["soak-agents-h200.json", "soak-tags-h200.json"])
+def test_soaks_end_as_they_began(name):
+    for run in load(name)["runs"]:
+        assert not run["problems"] and run["corrupt"] == 0 and not run["log"]["errors"]
+        for held in ("history_tokens", "tokens_capacity"):
+            assert run["after"][held] == run["before"][held]
 
 
 # -- quality -----------------------------------------------------------------------------------
