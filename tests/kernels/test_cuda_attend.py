@@ -349,7 +349,7 @@ def test_codes_written_beside_merge(lab, batch, codec_name):
     "batch,codec_name",
     [
         *((batch, "feedback") for batch in (1, 24, 40)),
-        *((24, name) for name in ("compact", "lloyd", "omni")),
+        *((8, name) for name in ("compact", "lloyd", "omni")),
     ],
 )
 def test_overlap_changes_nothing(lab, monkeypatch, batch, codec_name):
