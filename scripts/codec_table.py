@@ -56,13 +56,13 @@ def microseconds(codec: str, rows: list[dict]) -> str:
     # Attention reads nothing of a codec but its codes and metadata.
     read = {"affine": "any", "compact": "compact", "scale": "lloyd", "channel": "omni"}
     case = {"codec": read[CODECS[codec].meta], "op": "decode_attention", "gqa": 4}
-    found = [
+    (attend,) = (
         r["us"] for r in rows if case.items() <= r.items() and (r["batch"], r["context"]) == DECODE
-    ]
+    )
+    store = []
     for tokens in STORED:
         case = {"codec": codec, "op": "store", "batch": tokens}
-        found.append(min(r["us"] for r in rows if case.items() <= r.items()))
-    attend, *store = found
+        store.append(min(r["us"] for r in rows if case.items() <= r.items()))
     return f"{attend:.0f} | " + " / ".join(f"{x:.1f}" if x < 10 else f"{x:.0f}" for x in store)
 
 

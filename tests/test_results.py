@@ -181,7 +181,18 @@ def test_every_kind_of_model_agrees():
         assert row["ok"] and len(found) >= 3, name
         assert found["eager", "default"]["max"] == 0, name
         assert found["wide", "exact"]["ratio"] < 1e-3, name
-    assert ("default", "reference") in {(c["run"], c["with"]) for c in row["comparisons"]}
+    real = {(c["run"], c["with"]) for c in models["real"]["comparisons"]}
+    assert ("default", "reference") in real  # the CPU's answers
+
+
+def test_decode_waits_no_more_often_than_bf16():
+    caches = load("profile-h200.json")["caches"]
+    waits = {c: sum(run["decode"]["waits_per_step"].values()) for c, run in caches.items()}
+    assert waits["int2"] <= waits["bf16"]
+    (line,) = re.findall(
+        r"(\d+\.\d) against (\d+\.\d) times a step", (ROOT / "README.md").read_text()
+    )
+    assert all(same(w, waits[c]) for w, c in zip(line, ("int2", "bf16"), strict=True))
 
 
 @pytest.mark.parametrize("name", ["soak-agents-h200.json", "soak-tags-h200.json"])

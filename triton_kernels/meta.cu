@@ -42,7 +42,7 @@ struct Token {
   u32 k, v;                               // K's and V's step, lo; of CHANNEL k's low half is the norm
 #if META_FORM == AFFINE
   DEV void load(u32 meta, int row, int more) {
-    const uint2 m = lds64(meta + row * 8 + more * 8);
+    const uint2 m = lds64(meta + (row + more) * 8);
     k = m.x, v = m.y;
   }
 #else
@@ -74,7 +74,7 @@ struct Decoder {
 #elif META_FORM == SCALE
 struct Token {
   u32 w;                                  // of K, of V
-  DEV void load(u32 meta, int row, int more) { w = lds32(meta + row * 4 + more * 4); }
+  DEV void load(u32 meta, int row, int more) { w = lds32(meta + (row + more) * 4); }
   DEV void hide() { w &= 0xFFFF; }
 };
 struct Decoder {
@@ -97,7 +97,7 @@ struct Decoder {
 DEV float subnormal(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0, 0x4044 | i << 8)); }
 struct Token {
   u32 w;
-  DEV void load(u32 meta, int row, int more) { w = lds32(meta + row * 4 + more * 4); }
+  DEV void load(u32 meta, int row, int more) { w = lds32(meta + (row + more) * 4); }
   DEV void hide() {}                      // any byte is a finite number
 };
 struct Decoder {

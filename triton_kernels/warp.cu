@@ -248,7 +248,8 @@ struct Warp {
   }
 #endif
   // 0, known only when all of the last tile has been read. What hands its stage to the next copy adds this to an
-  // address: an mbarrier arrival alone may overtake ldmatrix, and a copy wrote over codes that were still to be read.
+  // address: without it the compiler waits for nothing between ldmatrix and the arrival, and copies wrote over codes
+  // that were still to be read (README.md, Measured).
   DEV u32 stage_read(const Args& a) const { return read & a.zero; }
   DEV void end_history() {
     z0 = decoder.offset(z0, l0);

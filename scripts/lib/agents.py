@@ -14,6 +14,9 @@ the logits; a difference is then
     drift    KL far below foreign: another mix of exact and 2-bit rows; or further away, where one
              request alone is moved as far by caching more or less of the same tokens
     corrupt  anything else
+
+SGLang loses the log-probabilities of a token on retraction; then the gap between the two tokens
+stands for KL (reports count such tokens as ``unreported_tokens``).
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class Difference:
 
     def kind(self, foreign: float) -> str:
         limit = FOREIGN_SHARE * foreign
-        # An unknown KL is taken for as large as the gap: less would turn the choice.
+        # KL unknown: the gap stands for it, since no KL above the gap is needed to turn the choice.
         moved = self.gap if self.kl is None else self.kl
         if self.gap is not None and moved <= limit:
             return "tie" if self.gap <= TIE_NATS else "drift"

@@ -45,6 +45,7 @@ def test_debug_tags_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
     result = run(tiny_models.qwen3(tmp_path / "model"), "feedback", 1)
     tags = result["tags"]
+    # backend_parity.scenario: four extends, BLOCKS["steps"] decodes.
     assert tags["steps"] == tags["checked_steps"] == 6 and tags["checked_tokens"] > 1000
     for fault, words in SAID.items():
         assert words in result["faults"][fault], result["faults"]
