@@ -23,8 +23,10 @@ _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
 )  # fmt: skip
 PREFIX_WINDOWS = ("reuse", "recompute")
+PREFILL_ATTENTION = ("fa3", "flashinfer")
 # Field -> the values of ``codec_omni.OPTIONS``, the default first.
 OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
+_CHOICES = {"prefix_window": PREFIX_WINDOWS, "prefill_attention": PREFILL_ATTENTION}
 PREFIX = "oscar_"
 DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
 KERNELS_VARIABLE = "OSCAR_SGLANG_KERNELS"
@@ -48,6 +50,8 @@ class OscarConfig:
                        "reuse" all that is cached, and read their recent window as codes. Default:
                        recompute, but reuse in hybrid models: their linear layers can only go on
                        from where a state was kept, which is seldom ``recent_tokens`` earlier
+    prefill_attention  library of prefill attention on a GPU, of PREFILL_ATTENTION (default: the
+                       first that the GPU has)
     debug_tags         check reads against what was written (``debug_tags.py``, ``gpu_tags.py``)
     debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
@@ -61,6 +65,7 @@ class OscarConfig:
     sink_cache_tokens: int | None = None
     scratch_tokens: int | None = None
     prefix_window: str | None = None
+    prefill_attention: str | None = None
     debug_tags: bool = False
     debug_tags_every: int | None = None
     omni_norm: str | None = None
@@ -78,11 +83,12 @@ class OscarConfig:
                     f"{flag(name)} must be a whole number of at least 1, got {value!r}; drop it "
                     "for the default (sink 64 and recent 256: quality needs both windows)"
                 )
-        if self.prefix_window not in (None, *PREFIX_WINDOWS):
-            raise OscarError(
-                f"{flag('prefix_window')} {self.prefix_window!r} is unknown; choose one of "
-                f"{', '.join(PREFIX_WINDOWS)}"
-            )
+        for name, values in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in (None, *values):
+                raise OscarError(
+                    f"{flag(name)} {value!r} is unknown; choose one of {', '.join(values)}"
+                )
         if not isinstance(self.debug_tags, bool):
             raise OscarError(f"{flag('debug_tags')} is on or off, got {self.debug_tags!r}")
         if self.debug_tags_every is not None and not self.debug_tags:
@@ -163,6 +169,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PREFIX_WINDOWS,
         help="after a prefix hit read the recent window as codes, or compute it again exactly "
         "(default recompute; reuse in models with linear-attention layers)",
+    )
+    add(
+        flag("prefill_attention"),
+        choices=PREFILL_ATTENTION,
+        help="library of prefill attention on a GPU (default fa3 on sm_80 to sm_90, else "
+        "flashinfer)",
     )
     add(
         flag("debug_tags"),

@@ -67,7 +67,8 @@ class OscarGpuBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        self.varlen = varlen_attention(self.device)
+        library = config_of(runner.server_args).prefill_attention
+        self.varlen = varlen_attention(library, self.device)
         seg = self.pool.segments
         self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
         self.windows, self.block = self.pool.setup.plan.windows, seg.spec.block

@@ -32,6 +32,7 @@ class PoolSetup:
     layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
+    prefill_attention: str | None = None  # its library, on a GPU
 
 
 @dataclass
@@ -113,7 +114,8 @@ class OscarKVPool(MHATokenToKVPool):
     def _workspace_bytes(self) -> int:
         if self.decode_attention is None:
             return 0
-        return self.decode_attention.num_bytes + workspace_bytes(torch.device(self.device))
+        prefill = workspace_bytes(self.setup.prefill_attention)
+        return self.decode_attention.num_bytes + prefill
 
     def planned_bytes(self) -> dict[str, int]:
         plan = self.setup.plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .config import ATTENTION_BACKEND, OscarError
+from .config import ATTENTION_BACKEND, PREFILL_ATTENTION, OscarError
 from .hybrid import is_gated_delta_net, is_hybrid
 from .kernels.codec import CODECS
 from .kernels.layout import BLOCK, SUPPORTED_HEAD_DIMS
@@ -75,7 +75,8 @@ def refuse_options(args: Any) -> None:
         if (name := getattr(args, field, None)) not in (None, ATTENTION_BACKEND):
             flag = "--" + field.replace("_", "-")
             raise OscarError(
-                f"--kv-cache-dtype int2 chooses its own attention backend; drop {flag} {name}"
+                f"--kv-cache-dtype int2 chooses its own attention backend; drop {flag} {name} (the "
+                f"library of prefill: --oscar-prefill-attention {'|'.join(PREFILL_ATTENTION)})"
             )
     post_capture = os.environ.get("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "").lower()
     if post_capture in ("1", "true", "yes", "on"):

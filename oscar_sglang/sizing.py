@@ -7,8 +7,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from .config import OscarConfig, portable_kernels
 from .hybrid import attention_layer_ids
 from .kernels.codec import CODECS
@@ -131,9 +129,10 @@ def with_workspace(kvc: Any, plan: MemoryPlan, attention: Any) -> MemoryPlan:
     """``plan`` with the buffers of ``decode_attention`` and of prefill attention on this GPU."""
     if attention is None:
         return plan
+    from .hooks import config_of
     from .varlen import workspace_bytes
 
-    prefill = workspace_bytes(torch.device(kvc.device))
+    prefill = workspace_bytes(config_of(kvc.server_args).prefill_attention)
     return replace(plan, workspace_bytes=attention.num_bytes + prefill)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .artifact_header import ArtifactError, read_header
 from .config import (
@@ -70,8 +73,23 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
         )
     model = server_args.get_model_config()
     refuse_model(model, server_args.tp_size)
+    config = _with_prefill_attention(config, server_args.device)
     config = config.with_prefix_window(is_hybrid(model))
     return config.with_artifact(*_find_artifact(server_args, config))
+
+
+def _with_prefill_attention(config: OscarConfig, device: str) -> OscarConfig:
+    if device == "cpu":
+        if config.prefill_attention is not None:
+            raise OscarError(
+                "a CPU has one prefill attention; drop --oscar-prefill-attention "
+                f"{config.prefill_attention}"
+            )
+        return config
+    from .varlen import choose_library
+
+    library = choose_library(config.prefill_attention, torch.device(device))
+    return replace(config, prefill_attention=library)
 
 
 def model_dir(server_args: Any) -> Path:
@@ -185,4 +203,5 @@ def pool_setup(kvc: Any) -> Any:
         layer_ids=tuple(layer_ids),
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,
+        prefill_attention=config.prefill_attention,
     )

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from .config import OscarError, flag
+
 
 class Varlen(Protocol):
     """softmax(q k^T * scale) v per request, requests back to back.
@@ -64,26 +66,38 @@ def _has_flash_attention_3(device: torch.device) -> bool:
     return True
 
 
-def workspace_bytes(device: torch.device) -> int:
+def choose_library(asked: str | None, device: torch.device) -> str:
+    """``asked``, of config.PREFILL_ATTENTION, or the best that this GPU has; OscarError if none."""
+    from . import flashinfer_varlen
+
+    has_fa3 = _has_flash_attention_3(device)
+    library = asked or ("fa3" if has_fa3 else "flashinfer")
+    major, minor = torch.cuda.get_device_capability(device)
+    if library == "fa3" and not has_fa3:
+        raise OscarError(
+            f"FlashAttention-3 does not run here: it needs sm_80 to sm_90 (this GPU is sm_{major}"
+            f"{minor}) and the package sglang-kernel; drop {flag('prefill_attention')} fa3"
+        )
+    if library == "flashinfer" and not flashinfer_varlen.installed():
+        raise OscarError(
+            "int2 prefill needs FlashAttention-3 (sglang-kernel, sm_80 to sm_90) or FlashInfer; "
+            f"this GPU is sm_{major}{minor} and the package flashinfer is missing: pip install "
+            "flashinfer-python"
+        )
+    return library
+
+
+def workspace_bytes(library: str) -> int:
     """Device memory that ``varlen_attention`` keeps; part of the memory budget."""
     from .flashinfer_varlen import WORKSPACE_BYTES
 
-    return 0 if device.type == "cpu" or _has_flash_attention_3(device) else WORKSPACE_BYTES
+    return WORKSPACE_BYTES if library == "flashinfer" else 0
 
 
-def varlen_attention(device: torch.device) -> Varlen:
-    """FlashAttention-3 where SGLang has it (sm_80 to sm_90), else FlashInfer."""
-    from . import flashinfer_varlen
+def varlen_attention(library: str | None, device: torch.device) -> Varlen:
+    """Of a library that ``choose_library`` gave; on a CPU, which has none, the reference."""
+    from .flashinfer_varlen import FlashInferAttention
 
     if device.type == "cpu":
         return torch_attention
-    if _has_flash_attention_3(device):
-        return flash_attention_3
-    if not flashinfer_varlen.installed():
-        major, minor = torch.cuda.get_device_capability(device)
-        raise NotImplementedError(
-            "int2 prefill needs FlashAttention-3 (sgl_kernel.flash_attn, sm_80 to sm_90) or "
-            f"FlashInfer; this GPU is sm_{major}{minor} and the package flashinfer is missing: "
-            "pip install flashinfer-python"
-        )
-    return flashinfer_varlen.FlashInferAttention(device)
+    return FlashInferAttention(device) if library == "flashinfer" else flash_attention_3

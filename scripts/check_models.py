@@ -87,6 +87,7 @@ def serve(name: str, kind: Kind, run: str, folder: Path, args: argparse.Namespac
         flags += kind.exact if on_gpu else ["--attention-backend", "torch_native"]
     else:
         flags += ["--kv-cache-dtype", "int2", "--oscar-artifact", str(artifact_of(folder))]
+        flags += kind.int2 if on_gpu else []
     flags += RUNS[run]
     if run == "wide":
         flags += ["--oscar-sink-tokens", str(kind.sinks)]

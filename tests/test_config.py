@@ -41,6 +41,7 @@ def test_every_field_has_a_flag():
         ({"oscar_omni_norm": "none", "oscar_codec": "lloyd"}, "belongs to codec omni"),
         ({"oscar_recent_tokens": -1}, "--oscar-recent-tokens"),
         ({"oscar_prefix_window": "half"}, "--oscar-prefix-window 'half'.*reuse, recompute"),
+        ({"oscar_prefill_attention": "fa2"}, "--oscar-prefill-attention 'fa2'.*fa3, flashinfer"),
         ({"oscar_recent_tokens": 1.5}, "whole number"),
         ({"oscar_sink_cache_tokens": 0}, "--oscar-sink-cache-tokens"),
         ({"oscar_codec": "zip"}, "feedback, accurate, compact"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from oscar_sglang import flashinfer_varlen, varlen
+from oscar_sglang.config import OscarError
 from oscar_sglang.kernels.reference import attend
 
 Q, K = [3, 1, 5, 2], [3, 0, 9, 40]
@@ -123,32 +124,43 @@ def test_an_extend_is_planned_once_for_all_layers(flashinfer):
     assert Wrapper.planned == 18
 
 
-@pytest.mark.parametrize("fa3", [True, False])
-@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_choice_of_library(monkeypatch, flashinfer, capability, fa3):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+@pytest.fixture(params=[True, False], ids=["fa3", "no_fa3"])
+def fa3(request, monkeypatch):
+    """Whether SGLang's kernels bring FlashAttention-3."""
     package = types.ModuleType("sgl_kernel")
     package.__path__ = []
     monkeypatch.setitem(sys.modules, "sgl_kernel", package)
-    module = types.ModuleType("sgl_kernel.flash_attn") if fa3 else None
+    module = types.ModuleType("sgl_kernel.flash_attn") if request.param else None
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
-    monkeypatch.setattr(flashinfer_varlen, "FlashInferAttention", lambda _device: "flashinfer")
+    return request.param
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_choice_of_library(monkeypatch, flashinfer, capability, fa3):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(flashinfer_varlen, "installed", lambda: True)
-    device = torch.device("cuda")
-    expected = varlen.flash_attention_3 if fa3 and 8 <= capability[0] <= 9 else "flashinfer"
-    assert varlen.varlen_attention(device) == expected
-    assert (varlen.workspace_bytes(device) > 0) == (expected == "flashinfer")
+    device, runs_fa3 = torch.device("cuda"), fa3 and 8 <= capability[0] <= 9
+    sm = f"sm_{capability[0]}{capability[1]}"
+    assert varlen.choose_library(None, device) == ("fa3" if runs_fa3 else "flashinfer")
+    assert varlen.choose_library("flashinfer", device) == "flashinfer"
+    if runs_fa3:
+        assert varlen.choose_library("fa3", device) == "fa3"
+    else:
+        with pytest.raises(OscarError, match=f"{sm}.*drop --oscar-prefill-attention fa3"):
+            varlen.choose_library("fa3", device)
     monkeypatch.setattr(flashinfer_varlen, "installed", lambda: False)
-    if expected == "flashinfer":
-        sm = f"sm_{capability[0]}{capability[1]}"
-        with pytest.raises(NotImplementedError, match=f"{sm}.*pip install flashinfer-python"):
-            varlen.varlen_attention(device)
+    for asked in ("flashinfer", *([] if runs_fa3 else [None])):
+        with pytest.raises(OscarError, match=f"{sm}.*pip install flashinfer-python"):
+            varlen.choose_library(asked, device)
 
 
-def test_a_cpu_uses_the_reference():
-    device = torch.device("cpu")
-    assert varlen.varlen_attention(device) is varlen.torch_attention
-    assert varlen.workspace_bytes(device) == 0
+def test_a_library_and_its_memory(monkeypatch):
+    monkeypatch.setattr(flashinfer_varlen, "FlashInferAttention", lambda _device: "flashinfer")
+    device = torch.device("cuda")
+    assert varlen.varlen_attention("fa3", device) is varlen.flash_attention_3
+    assert varlen.varlen_attention("flashinfer", device) == "flashinfer"
+    assert varlen.varlen_attention(None, torch.device("cpu")) is varlen.torch_attention
+    assert varlen.workspace_bytes("fa3") == 0 < varlen.workspace_bytes("flashinfer")
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ class Kind:
     """``make(folder)`` writes the model; flags are SGLang's.
 
     exact     more flags of the BF16 server only
+    int2      more flags of the int2 servers only, on a GPU
     adapters  LoRA names, used by the requests of a batch in turn
     gpu       why it needs a GPU, where SGLang itself cannot serve it without one
     sinks     exact first tokens of the run "wide"
@@ -39,6 +40,7 @@ class Kind:
     make: Callable[[Path], object]
     flags: Callable[[Path], list[str]] = lambda folder: []
     exact: tuple[str, ...] = ()
+    int2: tuple[str, ...] = ()
     adapters: tuple[str | None, ...] = (None,)
     gpu: str | None = None
     sinks: int = 512
@@ -112,7 +114,10 @@ def _hybrid(name: str, head_dim: int, **more) -> Kind:
     return Kind(make, **dict(flags=_few_states, gpu=gpu, sinks=1024, hits=("turn",)) | more)
 
 
-_TRITON = ("--attention-backend", "triton")  # a FlashAttention-3 build may lack head_dim 256
+# A FlashAttention-3 build may lack head_dim 256 and FP16; then a server ends, and says so too late.
+_NO_FA3 = dict(
+    exact=("--attention-backend", "triton"), int2=("--oscar-prefill-attention", "flashinfer")
+)
 _MOE = "SGLang routes experts with GPU kernels"
 KINDS = {
     "llama-64": Kind(_tiny("llama-64")),
@@ -120,9 +125,9 @@ KINDS = {
     "qwen3-128": Kind(_tiny("qwen3")),  # QK-norm
     "qwen3-moe-128": Kind(_tiny("qwen3-moe", head_dim=128), gpu=_MOE),
     "glm4-moe-128": Kind(_tiny("glm4-moe", head_dim=128), gpu=_MOE),
-    "llama-256": Kind(_tiny("llama-256"), exact=_TRITON),
+    "llama-256": Kind(_tiny("llama-256"), **_NO_FA3),
     "qwen3-next-128": _hybrid("qwen3-next", 128),
-    "qwen3-next-256": _hybrid("qwen3-next", 256, exact=_TRITON),
+    "qwen3-next-256": _hybrid("qwen3-next", 256, **_NO_FA3),
     # SGLang keeps no states for the prefix cache of this form, the text-only one.
     "qwen3.5-128": _hybrid("qwen3.5", 128, flags=_no_prefix_cache, hits=()),
     "fp8-128": Kind(
@@ -132,7 +137,10 @@ KINDS = {
     ),
     # Of the default, Marlin's kernels, SGLang compiles for minutes; these know float16 only.
     "awq-128": Kind(
-        _awq, lambda folder: ["--quantization", "awq", "--dtype", "float16"], gpu="AWQ kernels"
+        _awq,
+        lambda folder: ["--quantization", "awq", "--dtype", "float16"],
+        gpu="AWQ kernels",
+        **_NO_FA3,
     ),
     "lora-64": Kind(
         _with_adapters, _adapter_flags, adapters=ADAPTERS, gpu="SGLang pins memory for adapters"

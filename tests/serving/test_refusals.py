@@ -111,6 +111,20 @@ CASES = {
     ),
     "FlexKV": ("llama", "good", ("--enable-flexkv",), {}, ["drop --enable-flexkv"]),
     "prefix window": ("llama", "good", ("--oscar-prefix-window", "some"), {}, ["'some'", "reuse"]),
+    "prefill library on a CPU": (
+        "llama",
+        "good",
+        ("--oscar-prefill-attention", "flashinfer"),
+        {},
+        ["drop --oscar-prefill-attention flashinfer"],
+    ),
+    "SGLang's flag for it": (
+        "llama",
+        "good",
+        ("--prefill-attention-backend", "flashinfer"),
+        {},
+        ["drop --prefill-attention-backend flashinfer", "--oscar-prefill-attention fa3|flashinfer"],
+    ),
     "page size 24": ("llama", "good", ("--page-size", "24"), {}, ["--page-size 24", "16"]),
     "page size of a block codec": (
         "llama",
