@@ -205,8 +205,9 @@ CUDA_FAULTS = {
     "reference moved, sum not": Fault("warp.cu", "l0 *= f0; l1 *= f1; z0", "z0"),
     "windows joined unweighed": Fault("warp.cu", "before * ((e & 1) ? g1 : g0)", "before"),
     "channels of a split's first page only": Fault(
-        "warp.cu", "if (FIRST || pos % PAGE == 0) w.enter", "if (FIRST) w.enter"
+        "warp.cu", "(first || tile_base(a, tile) % PAGE == 0)", "first"
     ),
+    "lo of half the channels": Fault("warp.cu", "lo[0][0] + lo[1][0]", "lo[0][0]"),
     "K's lo left out": Fault(
         "meta.cu", "make_float2(k.x * unit, k.y)", "make_float2(k.x * unit, 0.f)"
     ),

@@ -21,13 +21,8 @@ DEV void prefetch_window(const Args& a, const Segment& s, int head, int chunk) {
   UNROLL for (int i = 0; i < D / 64; i++)
     prefetch(base + at + 64 * i);
 }
-// Ask for the channels of the page that a tile begins, of `heads` KV heads; any slot of the tile.
-DEV void prefetch_channels(const Args& a, int tile, bool first, int slot, int head, int heads) {
-#if META_FORM == CHANNEL
-  if (first || tile_base(a, tile) % PAGE == 0)
-    for (int i = threadIdx.x & 31; i < heads * D / 32; i += 32)
-      prefetch(a.channels + ((i64)(slot / PAGE) * HK + head) * 2 * D + 64 * i);
-#endif
+DEV const u16* page_channels(const Args& a, int slot, int head) {
+  return a.channels + ((i64)(slot / PAGE) * HK + head) * 2 * D;
 }
 // The merge kernel reads R_V next: bring it into L2, a few lines a CTA.
 DEV void prefetch_rotation(const Args& a) {
@@ -39,12 +34,12 @@ DEV void prefetch_rotation(const Args& a) {
 }
 
 // ---------------------------------------------------------------- one CTA per 8 KV heads
-// A producer warp brings tiles of all 8 heads (2 bulk copies of 8 * HB bytes); warp w works on
-// head w. Best when the batch alone fills the GPU: whole runs of DRAM in order.
+// A producer warp brings tiles of all 8 heads (2 bulk copies of 8 * HB bytes, one more of a page's channels); warp w
+// works on head w. Best when the batch alone fills the GPU: whole runs of DRAM in order.
 #if __CUDA_ARCH__ >= 900 && KV_HEADS % 8 == 0 && PAGED
 constexpr int CTA_STAGES = 3;
 extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_constant__ Args a) {
-  constexpr int SUB = 8 * HB, STAGE = 2 * SUB;
+  constexpr int SUB = 8 * HB, STAGE = 2 * SUB + 8 * CHANNELS;
   DYNAMIC_SHARED(u8, smem, 128);
   const int split = blockIdx.x, head0 = blockIdx.y * 8, first_col = blockIdx.z * COLS;
   const int warp = warp_id(), lane = threadIdx.x & 31;
@@ -68,12 +63,14 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
       for (int tile = s.tile0; tile < s.tile1; tile++) {
         const int slot = next;
         if (tile + 1 < s.tile1) next = slot_of(tile + 1);
-        prefetch_channels(a, tile, tile == s.tile0, slot, head0, 8);
+        const bool page = begins_page(a, tile, tile == s.tile0);
+        const u32 to = buf + st * STAGE, bar = full + st * 8;
         bar_wait(empty + st * 8, phase ^ 1);
-        if (lane == 0) bar_expect(full + st * 8, STAGE);
+        if (lane == 0) bar_expect(bar, 2 * SUB + (page ? 8 * CHANNELS : 0));
         __syncwarp();
-        if (lane < 2)
-          bulk_copy(buf + st * STAGE + lane * SUB, a.blocks + ((i64)(slot >> 4) * HK + head0) * HB, SUB, full + st * 8);
+        if (lane < 2) bulk_copy(to + lane * SUB, a.blocks + ((i64)(slot >> 4) * HK + head0) * HB, SUB, bar);
+        if (page && lane == 2)
+          bulk_copy(to + 2 * SUB, page_channels(a, slot, head0), 8 * CHANNELS, bar);
         if (++st == CTA_STAGES) st = 0, phase ^= 1;
       }
     }
@@ -104,7 +101,8 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
       w.begin_history(a, head);
       auto consume = [&](auto first, int tile) {
         bar_wait(full + st * 8, phase);
-        visit_tile<SUB, decltype(first)::value>(w, a, s, buf + st * STAGE + warp * HB, tile);
+        const u32 at = buf + st * STAGE;
+        visit_tile<SUB, decltype(first)::value>(w, a, s, at + warp * HB, at + 2 * SUB + warp * CHANNELS, tile);
         __syncwarp();
         if (lane == 0) bar_arrive(empty + st * 8 + w.stage_read(a));
         if (++st == CTA_STAGES) st = 0, phase ^= 1;
@@ -132,8 +130,12 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
   const u32 buf = smem_addr(smem) + warp * STAGES * STAGE;
   float* sm_o = reinterpret_cast<float*>(smem + WARPS * STAGES * STAGE);   // [WARPS][COLS][D]
   float2* sm_ml = reinterpret_cast<float2*>(sm_o + WARPS * COLS * D);      // [WARPS][COLS]
+  // Channels of two pages: of the one after next nothing is on its way before this one has been entered, because
+  // a page has more tiles than the pipeline.
+  static_assert(META_FORM != CHANNEL || PAGE / TILE > STAGES - 1, "channels overtaken");
+  const u32 channels = smem_addr(sm_ml + WARPS * COLS) + warp * 2 * CHANNELS;
 #if PAGED
-  const u32 full = smem_addr(sm_ml + WARPS * COLS) + warp * STAGES * 8;
+  const u32 full = smem_addr(sm_ml + WARPS * COLS) + WARPS * 2 * CHANNELS + warp * STAGES * 8;
   if (lane == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1);
     bar_init_fence();
@@ -156,28 +158,37 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
     constexpr int STRIDE = WARPS;
     const int tile0 = s.tile0 + warp, n = max(0, div_up(s.tile1 - tile0, WARPS));
 #endif
+    u32 to_channels = channels, at_channels = channels;             // of the next page to come, to be entered
 #if PAGED
     auto slot_of = [&](int i) { return __ldg(row + min(tile_base(a, tile0 + i * STRIDE) + (lane & 1) * 16, s.hist_end - 1)); };
     auto issue = [&](int slot, int i, u32 after) {    // after: stage_read of the stage's last tile
-      prefetch_channels(a, tile0 + i, i == 0, slot, head, 1);
+      const bool page = begins_page(a, tile0 + i, i == 0);
       const u32 bar = full + issue_st * 8;
-      if (lane == 0) bar_expect(bar, STAGE);
+      if (lane == 0) bar_expect(bar, STAGE + (page ? CHANNELS : 0));
       __syncwarp();
       if (lane < 2)
         bulk_copy(buf + issue_st * STAGE + lane * HB + after, a.blocks + ((i64)(slot >> 4) * HK + head) * HB, HB, bar);
+      if (page) {
+        if (lane == 2) bulk_copy(to_channels, page_channels(a, slot, head), CHANNELS, bar);
+        to_channels = channels + (to_channels == channels) * CHANNELS;
+      }
       if (++issue_st == STAGES) issue_st = 0;
     };
 #else
     auto slot_of = [&](int i) {
       return __ldg(row + min(max(tile_base(a, tile0 + i * STRIDE) + lane, a.n_sink), s.hist_end - 1));
     };
-    auto issue = [&](int slot, int, u32 after) {
+    auto issue = [&](int slot, int i, u32 after) {
       const u8* src = a.blocks + ((i64)(slot >> 4) * HK + head) * HB;
       const u32 dst = buf + issue_st * STAGE + (lane >> 4) * HB + after;
       UNROLL for (int c = 0; c < D / 32; c++)
         copy16(dst + c * CHUNK + (lane & 15) * 16, src + c * CHUNK + (slot & 15) * 16);
 #if META_FORM == CHANNEL                            // whole pages: a block's metadata lie as they are wanted
       if ((lane & 15) < META_BYTES) copy16(dst + META + (lane & 15) * 16, src + META + (lane & 15) * 16);
+      if (begins_page(a, tile0 + i, i == 0)) {
+        if (lane < CHANNELS / 16) copy16(to_channels + lane * 16, page_channels(a, slot, head) + lane * 8);
+        to_channels = channels + (to_channels == channels) * CHANNELS;
+      }
 #else
       copy_few<META_BYTES>(dst + META + (lane & 15) * META_BYTES, src + META + (slot & 15) * META_BYTES);
 #endif
@@ -222,7 +233,9 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
 #if !PAGED
         commit_copies();
 #endif
-        visit_tile<HB, decltype(first)::value>(w, a, s, buf + st * STAGE, tile0 + i * STRIDE);
+        const int tile = tile0 + i * STRIDE;
+        visit_tile<HB, decltype(first)::value>(w, a, s, buf + st * STAGE, at_channels, tile);
+        if (begins_page(a, tile, i == 0)) at_channels = channels + (at_channels == channels) * CHANNELS;
         if (++st == STAGES) st = 0, phase ^= 1;
       };
       consume(Flag<true>(), 0);

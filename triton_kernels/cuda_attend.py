@@ -66,11 +66,12 @@ class Form:
     stages: int = 4
     min_ctas: int = 4
 
-    def shared_bytes(self, dim: int, head_block: int) -> int:
-        """Dynamic shared memory; ``head_block``: bytes of one head of one block."""
+    def shared_bytes(self, dim: int, head_block: int, channels: int) -> int:
+        """Dynamic shared memory; ``head_block``, ``channels``: bytes of one head of one block, of
+        the channels of one page."""
         if self.kernel == "attend_cta":
-            return 3 * 2 * 8 * head_block + 64 + 8 * _COLUMNS * (4 * dim + 8)
-        pipeline = self.warps * self.stages * (2 * head_block + 8)
+            return 3 * 8 * (2 * head_block + channels) + 64 + 8 * _COLUMNS * (4 * dim + 8)
+        pipeline = self.warps * (self.stages * (2 * head_block + 8) + 2 * channels)
         return pipeline + self.warps * _COLUMNS * (4 * dim + 8)
 
     @property
@@ -111,7 +112,7 @@ def choose_form(
 
 @functools.cache
 def _attend_kernel(
-    form: Form, shape: tuple, cap: bool, dim: int, head_block: int, device: int
+    form: Form, shape: tuple, cap: bool, dim: int, head_block: int, channels: int, device: int
 ) -> Kernel:
     defines = (
         *shape,
@@ -122,7 +123,7 @@ def _attend_kernel(
           if form.kernel == "attend_warp" else ()),
     )  # fmt: skip
     code = module(ATTEND_FILES, defines, device)
-    shared = form.shared_bytes(dim, head_block)
+    shared = form.shared_bytes(dim, head_block, channels)
     return Kernel(code, form.kernel, form.threads, shared, overlaps(device))
 
 
@@ -153,9 +154,11 @@ def attend(
     longest_q = part.columns * view.kv_heads // q_rot.shape[1]
     assert view.spec.block == 1 or view.windows.n_recent >= view.spec.block + longest_q - 1
     shape = shape_defines(view, q_rot.shape[1])
+    channels = 4 * view.head_dim if view.spec.block > 1 else 0
     kernel = _attend_kernel(
-        form, shape, logit_cap > 0, view.head_dim, view.blocks.shape[2], q_rot.device.index
-    )
+        form, shape, logit_cap > 0, view.head_dim, view.blocks.shape[2], channels,
+        q_rot.device.index,
+    )  # fmt: skip
     log2e = math.log2(math.e)
     args = _Args(
         *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),

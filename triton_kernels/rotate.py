@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 _ROWS = 64  # (token, head of the group) pairs of a program
+_CHANNELS = 32  # multiplied at a time: a whole matrix does not fit in shared memory
 
 
 @triton.jit
@@ -22,13 +23,17 @@ def _rows(T, G: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def _rotate_kernel(
     out, x, r, T, stride_t,
-    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     t, head, ok = _rows(T, G, BT)
     d = tl.arange(0, D)
-    matrix = tl.load(r + tl.program_id(1) * D * D + d[:, None] * D + d[None, :])
-    row = tl.load(x + (t * stride_t + head * D)[:, None] + d[None, :], ok[:, None], 0.0)
-    y = tl.dot(row.to(tl.float32), matrix, input_precision="tf32x3")
+    r += tl.program_id(1) * D * D
+    y = tl.zeros([BT, D], tl.float32)
+    for i in range(0, D, BC):
+        c = i + tl.arange(0, BC)
+        row = tl.load(x + (t * stride_t + head * D)[:, None] + c[None, :], ok[:, None], 0.0)
+        matrix = tl.load(r + c[:, None] * D + d[None, :])
+        y = tl.dot(row.to(tl.float32), matrix, y, input_precision="tf32x3")
     to = out + ((t * H + head) * D)[:, None] + d[None, :]
     tl.store(to, y.to(out.dtype.element_ty), ok[:, None])
 
@@ -37,7 +42,7 @@ def _rotate_kernel(
 def _join_kernel(
     out, part, part_lse, fresh, fresh_lse, r, T,
     stride_part_t, stride_part_h, stride_fresh_t, stride_fresh_h,
-    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     t, head, ok = _rows(T, G, BT)
     d = tl.arange(0, D)
@@ -51,10 +56,14 @@ def _join_kernel(
     scale = 1 / tl.where(total > 0, total, 1.0)
     at = ((t * H + head) * D)[:, None] + d[None, :]
     # An empty side may hold anything: weight 0 must not meet an infinity or NaN.
-    x = tl.load(part + at, ok[:, None], 0.0).to(tl.float32)
-    x = tl.where((weight > 0)[:, None], x, 0.0)
-    inverse = tl.load(r + tl.program_id(1) * D * D + d[None, :] * D + d[:, None])
-    x = tl.dot(x, inverse, input_precision="tf32x3")
+    r += tl.program_id(1) * D * D
+    x = tl.zeros([BT, D], tl.float32)
+    for i in range(0, D, BC):
+        c = i + tl.arange(0, BC)
+        row = tl.load(part + ((t * H + head) * D)[:, None] + c[None, :], ok[:, None], 0.0)
+        row = tl.where((weight > 0)[:, None], row.to(tl.float32), 0.0)
+        inverse = tl.load(r + d[None, :] * D + c[:, None])
+        x = tl.dot(row, inverse, x, input_precision="tf32x3")
     y = tl.load(fresh + at, ok[:, None], 0.0).to(tl.float32)
     y = tl.where((other_weight > 0)[:, None], y, 0.0)
     y = x * (weight * scale)[:, None] + y * (other_weight * scale)[:, None]
@@ -71,8 +80,9 @@ def rotate_queries(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     assert x.stride()[1:] == (dim, 1)
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     _rotate_kernel[_grid(tokens, heads, len(r))](
-        out, x, r, tokens, x.stride(0), heads // len(r), heads, dim, _ROWS, num_warps=8
-    )
+        out, x, r, tokens, x.stride(0), heads // len(r), heads, dim, _ROWS, min(dim, _CHANNELS),
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
     return out
 
 
@@ -95,5 +105,6 @@ def join_prefix(
     assert part.is_contiguous() and fresh.is_contiguous() and out.is_contiguous()
     _join_kernel[_grid(tokens, heads, len(r))](
         out, part, part_lse, fresh, fresh_lse, r, tokens, *part_lse.stride(), *fresh_lse.stride(),
-        heads // len(r), heads, dim, _ROWS, num_warps=8,
+        heads // len(r), heads, dim, _ROWS, min(dim, _CHANNELS),
+        num_warps=8, num_stages=2,
     )  # fmt: skip

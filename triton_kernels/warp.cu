@@ -194,7 +194,11 @@ struct Warp {
   // ---- 2-bit history
   DEV void begin_history(const Args& a, int head) {
 #if META_FORM == CHANNEL
-    channels = a.channels + head * 2 * D;
+    UNROLL for (int j = 0; j < NJ; j++)
+      UNROLL for (int e = 0; e < 2; e++) {
+        const float2 v = *reinterpret_cast<const float2*>(qr + 16 * j + 8 * e + 2 * t);
+        qh[j][e] = pack_half(v.x * norm, v.y * norm);
+      }
 #else
     float sq = 0.f;                                 // sum of q
     UNROLL for (int j = 0; j < NJ; j++)
@@ -215,35 +219,33 @@ struct Warp {
 #endif
   }
 #if META_FORM == CHANNEL
-  const u16* channels;                  // of this head
-  // The page of `pos`: its steps go into q, q . lo is what the products start from (sum0, sum1).
-  DEV void enter_page(const Args& a, const Segment& seg, int pos) {
-    const int slot = __ldg(a.table + seg.row * a.table_stride + min(pos, seg.hist_end - 1));
-    const u16* page = channels + (i64)(slot / PAGE) * (HK * 2 * D);
-    const uint4 some = __ldg(reinterpret_cast<const uint4*>(page) + (threadIdx.x & 31) % (D / 4));
-    const u32 top = max_u16x2(max_u16x2(some.x, some.y), max_u16x2(some.z, some.w)) & 0xFFFF;
+  u32 qh[NJ][2];                        // query in FP16, of which a page makes qb
+  // The steps of the page whose channels of this head lie at `at` go into q; the products start from q . lo (sum0,
+  // sum1), which is a product of the same shape with the same row for every token.
+  DEV void enter_page(u32 at) {
+    u32 top = 0;
+    UNROLL for (int i = 0; i < D / 64; i++) {
+      const uint2 some = lds64(at + i * 256 + (threadIdx.x & 31) * 8);
+      top = max_u16x2(top, max_u16x2(some.x, some.y));
+    }
     // A power of two above all steps, so that no operand leaves FP16's range.
-    const int bits = __float_as_uint(unpack_half(__reduce_max_sync(~0u, top)).x) >> 23;
-    const int e = max(bits - 126, -24);
-    const float shrink = norm * __uint_as_float((u32)(127 - e) << 23);
-    float sum = 0.f;
-    const uint2* meta = reinterpret_cast<const uint2*>(page) + t;       // of two channels each
-    const float2* q = reinterpret_cast<const float2*>(qr) + t;
-    UNROLL for (int j = 0; j < NJ; j++)
+    const int bits = __float_as_uint(unpack_half(__reduce_max_sync(~0u, top & 0xFFFF)).x) >> 23;
+    const int e = max(bits - 126, -7);
+    const float shrink = __uint_as_float((u32)(127 - e) << 23);
+    float lo[2][4] = {};                            // two sums, so that half as many products wait for another
+    UNROLL for (int j = 0; j < NJ; j++) {
+      u32 l[2], step[2];
       UNROLL for (int h = 0; h < 2; h++) {
-        const int c = 8 * j + 4 * h;
-        const float sc = (float)(1 << (8 - plane_shift(plane(j, h))));
-        const uint2 m = __ldg(meta + c);
-        const float2 v = q[c];
-        const float2 m0 = unpack_half(m.x), m1 = unpack_half(m.y);
-        qb[j][h] = pack_half(v.x * m0.x * (shrink * sc), v.y * m1.x * (shrink * sc));
-        sum = fmaf(v.x, m0.y, fmaf(v.y, m1.y, sum));
+        const uint2 m = lds64(at + 64 * j + 32 * h + 8 * t);            // step, lo of two channels
+        const float sc = shrink * (float)(1 << (8 - plane_shift(plane(j, h))));
+        l[h] = __byte_perm(m.x, m.y, 0x7632);
+        step[h] = __byte_perm(m.x, m.y, 0x5410);
+        qb[j][h] = mul_half2(qh[j][h], mul_half2(step[h], pack_half(sc, sc)));
       }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    sum *= shrink * (1.f / 65536.f);
-    sum0 = __shfl_sync(~0u, sum, t * 8);
-    sum1 = __shfl_sync(~0u, sum, t * 8 + 4);
+      mma(lo[j & 1], l[0], step[0], l[1], step[1], qh[j][0], qh[j][1]); // rows 8 to 15, q . step, are not used
+    }
+    sum0 = (lo[0][0] + lo[1][0]) * (shrink * (1.f / 65536.f));
+    sum1 = (lo[0][1] + lo[1][1]) * (shrink * (1.f / 65536.f));
     decoder.unit = inv_norm * 65536.f * __uint_as_float((u32)(127 + e) << 23);
   }
 #endif
@@ -436,11 +438,16 @@ struct Warp {
 DEV int tile_base(const Args& a, int tile) {
   return (a.n_sink & (META_FORM == CHANNEL ? ~31 : ~15)) + tile * TILE;
 }
+// Whether a tile brings the channels of its page: the first of a segment and the first of a page do.
+DEV bool begins_page(const Args& a, int tile, bool first) {
+  return META_FORM == CHANNEL && (first || tile_base(a, tile) % PAGE == 0);
+}
+// One tile at `base`, the channels that it brings at `channels`.
 template <int SUB, bool FIRST>
-DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, int tile) {
+DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, u32 channels, int tile) {
   const int pos = tile_base(a, tile), to = s.hist_end - pos;
 #if META_FORM == CHANNEL
-  if (FIRST || pos % PAGE == 0) w.enter_page(a, s, pos);
+  if (begins_page(a, tile, FIRST)) w.enter_page(channels);
 #endif
   if (FIRST) w.history_tile<SUB, true, true>(a, base, a.n_sink - pos, to);
   else if (to >= TILE) w.history_tile<SUB, false, false>(a, base, 0, TILE);

@@ -95,6 +95,7 @@ class Server(Client):
         self.command = [
             *(sys.executable, "-m", "oscar_sglang.launch_server", "--model-path", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--skip-server-warmup"),
+            *("--nccl-port", str(free_port())),  # SGLang's own choice others may take meanwhile
             *args,
         ]
         self.env = {

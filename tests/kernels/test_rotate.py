@@ -8,7 +8,7 @@ from oscar_sglang.kernels.rotate import join_prefix, rotate_queries
 
 from .conftest import orthogonal, relative_rms
 
-SHAPES = [(1, 2, 2, 64), (37, 6, 2, 128), (130, 4, 4, 32)]
+SHAPES = [(1, 2, 2, 64), (37, 6, 2, 128), (130, 4, 4, 32), (70, 4, 2, 256)]
 
 
 @pytest.mark.parametrize("tokens, heads, kv_heads, dim", SHAPES)
