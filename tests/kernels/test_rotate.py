@@ -12,19 +12,22 @@ SHAPES = [(1, 2, 2, 64), (37, 6, 2, 128), (130, 4, 4, 32), (70, 4, 2, 256)]
 
 
 @pytest.mark.parametrize("tokens, heads, kv_heads, dim", SHAPES)
-def test_rotate_queries(device, tokens, heads, kv_heads, dim):
-    packed = torch.randn(tokens, heads + 3, dim, device=device, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 5e-3), (torch.float16, 4e-4)])
+def test_rotate_queries(device, tokens, heads, kv_heads, dim, dtype, tol):
+    packed = torch.randn(tokens, heads + 3, dim, device=device, dtype=dtype)
     q, r = packed[:, 1 : heads + 1], orthogonal(kv_heads, dim, device)  # a view of qkv
     got = rotate_queries(q, r)
     want = codec.rotate(q.cpu(), r.cpu())
     assert got.shape == q.shape and got.dtype == q.dtype and got.is_contiguous()
-    assert relative_rms(got.cpu(), want) < 5e-3  # bfloat16; the interpreter truncates
+    assert relative_rms(got.cpu(), want) < tol  # rounding; of BF16 the interpreter truncates
+    if device.type == "cuda":  # all but ties are rounded as the exact result is
+        assert (got == want.to(device, dtype)).float().mean() > 0.95
     exact = rotate_queries(q.float(), r)
     assert relative_rms(exact.cpu(), want) < 1e-5  # three TF32 passes
 
 
 @pytest.mark.parametrize("tokens, heads, kv_heads, dim", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_join_prefix(device, tokens, heads, kv_heads, dim, dtype):
     """The union of both sides in the model's basis; either side may be empty and hold anything."""
     r = orthogonal(kv_heads, dim, device)
@@ -43,4 +46,5 @@ def test_join_prefix(device, tokens, heads, kv_heads, dim, dtype):
     transposed = part_lse.T.contiguous().to(device).T  # FA3 hands out [H, T]
     sides = part.to(device), transposed, fresh.to(device), fresh_lse.to(device)
     join_prefix(*sides, r, out)
-    assert relative_rms(out.cpu(), want) < (1e-5 if dtype == torch.float32 else 6e-3)
+    tol = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 6e-4}[dtype]
+    assert relative_rms(out.cpu(), want) < tol
