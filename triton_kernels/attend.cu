@@ -34,12 +34,11 @@ DEV void prefetch_rotation(const Args& a) {
 }
 
 // ---------------------------------------------------------------- one CTA per 8 KV heads
-// Tiles of all 8 heads come in 2 bulk copies of 8 * HB bytes, one more of a page's channels; warp w works on head w and
-// brings every 8th tile (a warp for that alone would leave the others 96 registers in place of 128). Best when the
-// batch alone fills the GPU: whole runs of DRAM in order.
+// A producer warp brings tiles of all 8 heads (2 bulk copies of 8 * HB bytes, one more of a page's channels); warp w
+// works on head w. Best when the batch alone fills the GPU: whole runs of DRAM in order.
 #if __CUDA_ARCH__ >= 900 && KV_HEADS % 8 == 0 && PAGED
 constexpr int CTA_STAGES = 3;
-extern "C" __global__ __launch_bounds__(256, 2) void attend_cta(const __grid_constant__ Args a) {
+extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_constant__ Args a) {
   constexpr int SUB = 8 * HB, STAGE = 2 * SUB + 8 * CHANNELS;
   DYNAMIC_SHARED(u8, smem, 128);
   const int split = blockIdx.x, head0 = blockIdx.y * 8, first_col = blockIdx.z * COLS;
@@ -52,33 +51,37 @@ extern "C" __global__ __launch_bounds__(256, 2) void attend_cta(const __grid_con
   __syncthreads();
   release_next_kernel();
   prefetch_rotation(a);
-  int st = 0, turn = warp;        // of the tile to be read; tiles until this warp's turn to bring one
+  int st = 0;
   u32 phase = 0;
+  if (warp == 8) {                // plan, table and visible history are older than the last kernel
+    for (Work work(a, split); work.more();) {
+      const Segment s = work.take();
+      const int* row = a.table + s.row * a.table_stride;
+      // Lanes 0 and 1 look after the two blocks of a tile.
+      auto slot_of = [&](int tile) { return __ldg(row + min(tile_base(a, tile) + (lane & 1) * 16, s.hist_end - 1)); };
+      int next = s.tile0 < s.tile1 ? slot_of(s.tile0) : 0;
+      for (int tile = s.tile0; tile < s.tile1; tile++) {
+        const int slot = next;
+        if (tile + 1 < s.tile1) next = slot_of(tile + 1);
+        const bool page = begins_page(a, tile, tile == s.tile0);
+        const u32 to = buf + st * STAGE, bar = full + st * 8;
+        bar_wait(empty + st * 8, phase ^ 1);
+        if (lane == 0) bar_expect(bar, 2 * SUB + (page ? 8 * CHANNELS : 0));
+        __syncwarp();
+        if (lane < 2) bulk_copy(to + lane * SUB, a.blocks + ((i64)(slot >> 4) * HK + head0) * HB, SUB, bar);
+        if (page && lane == 2)
+          bulk_copy(to + 2 * SUB, page_channels(a, slot, head0), 8 * CHANNELS, bar);
+        if (++st == CTA_STAGES) st = 0, phase ^= 1;
+      }
+    }
+    return;
+  }
   const int head = head0 + warp;
   float* stash = reinterpret_cast<float*>(smem + CTA_STAGES * STAGE + 64) + warp * COLS * D;
   float2* stash_ml = reinterpret_cast<float2*>(smem + CTA_STAGES * STAGE + 64 + 8 * COLS * D * 4) + warp * COLS;
   bool waited = false;
   for (Work work(a, split); work.more();) {
     const Segment s = work.take();
-    const int* row = a.table + s.row * a.table_stride;
-    // Lanes 0 and 1 look after the two blocks of a tile.
-    auto slot_of = [&](int tile) { return __ldg(row + min(tile_base(a, tile) + (lane & 1) * 16, s.hist_end - 1)); };
-    int mine = s.tile0 + turn, slot = mine < s.tile1 ? slot_of(mine) : 0;     // the next to bring
-    auto bring = [&](int tile, int ahead) {         // `ahead` of the tile to be read
-      if (tile != mine || tile >= s.tile1) return;
-      const int stage = st + ahead < CTA_STAGES ? st + ahead : st + ahead - CTA_STAGES;
-      const bool page = begins_page(a, tile, tile == s.tile0);
-      const u32 to = buf + stage * STAGE, bar = full + stage * 8;
-      bar_wait(empty + stage * 8, phase ^ (st + ahead < CTA_STAGES));
-      if (lane == 0) bar_expect(bar, 2 * SUB + (page ? 8 * CHANNELS : 0));
-      __syncwarp();
-      if (lane < 2) bulk_copy(to + lane * SUB, a.blocks + ((i64)(slot >> 4) * HK + head0) * HB, SUB, bar);
-      if (page && lane == 2) bulk_copy(to + 2 * SUB, page_channels(a, slot, head0), 8 * CHANNELS, bar);
-      mine += 8;
-      if (mine < s.tile1) slot = slot_of(mine);
-    };
-    // Plan, table and visible history are older than the last kernel.
-    UNROLL for (int i = 0; i < CTA_STAGES - 1; i++) bring(s.tile0 + i, i);
     for (int chunk = s.chunk0; chunk < s.chunk1; chunk++) prefetch_window(a, s, head, chunk);
     if (!waited) wait_previous_kernel(), waited = true;
     const int cols = min(COLS, s.q_len * G - first_col);
@@ -97,7 +100,6 @@ extern "C" __global__ __launch_bounds__(256, 2) void attend_cta(const __grid_con
       w.begin(a, s, head, first_col);
       w.begin_history(a, head);
       auto consume = [&](auto first, int tile) {
-        bring(tile + CTA_STAGES - 1, CTA_STAGES - 1);
         bar_wait(full + st * 8, phase);
         const u32 at = buf + st * STAGE;
         visit_tile<SUB, decltype(first)::value>(w, a, s, at + warp * HB, at + 2 * SUB + warp * CHANNELS, tile);
@@ -111,7 +113,6 @@ extern "C" __global__ __launch_bounds__(256, 2) void attend_cta(const __grid_con
       w.finish();
       if (windows) w.absorb(stash, stash_ml);
       w.save<false>(a.o + p * D, a.ml + p, cols);
-      turn = (turn - (s.tile1 - s.tile0)) & 7;
     }
   }
 }

@@ -76,7 +76,7 @@ class Form:
 
     @property
     def threads(self) -> int:
-        return 256 if self.kernel == "attend_cta" else 32 * self.warps
+        return 288 if self.kernel == "attend_cta" else 32 * self.warps
 
 
 def supported(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
