@@ -97,9 +97,9 @@ class OscarGpuBackend(AttentionBackend):
         """Compare CUDA kernels with the reference before serving, where no test has done so."""
         from .selftest import check_served, proven
 
-        attention, spec = self.decode_attention, self.pool.segments.spec
-        if attention.cuda and not proven(attention.device, spec):
-            check_served(attention, spec, self.views[0].params)
+        attention = self.decode_attention
+        if attention.cuda and not proven(attention.device):
+            check_served(attention, self.pool.segments.spec, self.views[0].params)
 
     def _log_kernels(self) -> None:
         prefill = getattr(self.varlen, "__name__", type(self.varlen).__name__)
