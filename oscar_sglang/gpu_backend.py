@@ -67,13 +67,13 @@ class OscarGpuBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        library = config_of(runner.server_args).prefill_attention
-        self.varlen = varlen_attention(library, self.device)
+        config = config_of(runner.server_args)
+        self.varlen = varlen_attention(config.prefill_attention, self.device)
         seg = self.pool.segments
         self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
         self.windows, self.block = self.pool.setup.plan.windows, seg.spec.block
         self.decode_attention: DecodeAttention = self.pool.decode_attention
-        self._log_kernels()
+        self._log_kernels(config.prefill_attention or "the reference")
         generation = runner.req_to_token_pool.req_generation
         self.seen_generation = torch.zeros_like(generation, device=self.device)
         self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
@@ -81,8 +81,8 @@ class OscarGpuBackend(AttentionBackend):
         self.step: DecodeStep | None = None
         self.extend: ExtendPlan | None = None
         self.tags: GpuTags | None = None
-        if config_of(runner.server_args).debug_tags:
-            self._watch(config_of(runner.server_args).debug_tags_every or DEFAULT_EVERY)
+        if config.debug_tags:
+            self._watch(config.debug_tags_every or DEFAULT_EVERY)
 
     def _watch(self, every: int) -> None:
         self.tags = self.pool.tags = GpuTags(self.pool.segments, self.req_to_token, every)
@@ -101,8 +101,7 @@ class OscarGpuBackend(AttentionBackend):
         if attention.cuda and not proven(attention.device):
             check_served(attention, self.pool.segments.spec, self.views[0].params)
 
-    def _log_kernels(self) -> None:
-        prefill = getattr(self.varlen, "__name__", type(self.varlen).__name__)
+    def _log_kernels(self, prefill: str) -> None:
         logger.info("oscar: prefill attention by %s", prefill)
         if self.decode_attention.cuda:
             logger.info("oscar: decode attention in CUDA, compiled at run time")
