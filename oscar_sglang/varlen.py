@@ -87,7 +87,7 @@ def choose_library(asked: str | None, device: torch.device) -> str:
     return library
 
 
-def workspace_bytes(library: str) -> int:
+def workspace_bytes(library: str | None) -> int:
     """Device memory that ``varlen_attention`` keeps; part of the memory budget."""
     from .flashinfer_varlen import WORKSPACE_BYTES
 
