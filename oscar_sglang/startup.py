@@ -23,6 +23,7 @@ from .hybrid import attention_layer_ids, is_hybrid
 from .kernels.codec import CODECS
 from .kernels.codec_omni import chosen
 from .refusals import refuse_model, refuse_options, refuse_page_size
+from .varlen import choose_library
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +74,10 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
         )
     model = server_args.get_model_config()
     refuse_model(model, server_args.tp_size)
-    config = _with_prefill_attention(config, server_args.device)
+    library = choose_library(config.prefill_attention, torch.device(server_args.device))
+    config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
     return config.with_artifact(*_find_artifact(server_args, config))
-
-
-def _with_prefill_attention(config: OscarConfig, device: str) -> OscarConfig:
-    if device == "cpu":
-        if config.prefill_attention is not None:
-            raise OscarError(
-                "a CPU has one prefill attention; drop --oscar-prefill-attention "
-                f"{config.prefill_attention}"
-            )
-        return config
-    from .varlen import choose_library
-
-    library = choose_library(config.prefill_attention, torch.device(device))
-    return replace(config, prefill_attention=library)
 
 
 def model_dir(server_args: Any) -> Path:

@@ -66,10 +66,23 @@ def _has_flash_attention_3(device: torch.device) -> bool:
     return True
 
 
-def choose_library(asked: str | None, device: torch.device) -> str:
-    """``asked``, of config.PREFILL_ATTENTION, or the best that this GPU has; OscarError if none."""
+def choose_library(asked: str | None, device: torch.device) -> str | None:
+    """``asked``, of config.PREFILL_ATTENTION, or the best that this GPU has; None on a CPU.
+
+    OscarError where the device does not have it, or is of another kind.
+    """
     from . import flashinfer_varlen
 
+    if device.type == "cpu" and asked is None:
+        return None
+    if device.type == "cpu":
+        raise OscarError(
+            f"a CPU has one prefill attention; drop {flag('prefill_attention')} {asked}"
+        )
+    if device.type != "cuda":
+        raise OscarError(
+            f"int2 runs on CUDA GPUs and CPUs, not on {device.type}; drop --kv-cache-dtype int2"
+        )
     has_fa3 = _has_flash_attention_3(device)
     library = asked or ("fa3" if has_fa3 else "flashinfer")
     major, minor = torch.cuda.get_device_capability(device)

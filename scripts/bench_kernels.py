@@ -25,6 +25,7 @@ from provenance import commit
 
 from oscar_sglang.kernels import codec, codec_omni
 from oscar_sglang.kernels.materialise import materialise
+from oscar_sglang.kernels.rotate import join_prefix, rotate_queries
 from oscar_sglang.kernels.store import store
 from oscar_sglang.kernels.views import TokenBatch
 
@@ -113,7 +114,7 @@ class Bench:
         chosen = "triton" if triton_only else steps[0]._form.kernel
         self.add(
             "decode_attention", us, cache.needed_bytes(), codec=codec_name or "any",
-            context=context, batch=batch, page_size=page, gqa=gqa, kernel=chosen,
+            context=context, batch=batch, page_size=cache.page, gqa=gqa, kernel=chosen,
             error=float(f"{error:.2e}"), baselines=base["all"], **speedups,
         )  # fmt: skip
         del cache
@@ -241,6 +242,21 @@ def bench_materialise(bench: Bench) -> None:
         bench.add("materialise", us, moved, codec="any", context=n, batch=1, page_size=page)
 
 
+def bench_rotations(bench: Bench) -> None:
+    """Of an extend over a cached prefix: queries there, results back. Baseline: a BF16 product."""
+    r = random_params(codec.CODECS["feedback"], 8, 128).r_k
+    for tokens in (128, 8192):
+        x = torch.randn(tokens, 32, 128, device=DEV).bfloat16()
+        lse, out, rough = torch.randn(tokens, 32, device=DEV), torch.empty_like(x), r.bfloat16()
+        grouped = x.unflatten(1, (8, 4))
+        base = graph_time([partial(torch.einsum, "tkgd,kde->tkge", grouped, rough)])
+        for op, call in (
+            ("rotate_queries", partial(rotate_queries, x, r)),
+            ("join_prefix", partial(join_prefix, x, lse, x, lse, r, out)),
+        ):
+            bench.add(op, graph_time([call]), batch=tokens, gqa=4, bf16_product_us=round(base, 2))
+
+
 def bench_layer(bench: Bench) -> None:
     """store + attend + merge of one decode step, against SGLang's BF16 store + attention."""
     batch, context = LAYER
@@ -304,6 +320,7 @@ def main() -> None:
     bench_layer(bench)
     bench_store(bench)
     bench_materialise(bench)
+    bench_rotations(bench)
     if args.quick:
         return
     for batch, context in MORE:

@@ -154,6 +154,14 @@ def test_choice_of_library(monkeypatch, flashinfer, capability, fa3):
             varlen.choose_library(asked, device)
 
 
+def test_other_devices_than_gpus():
+    assert varlen.choose_library(None, torch.device("cpu")) is None
+    with pytest.raises(OscarError, match="drop --oscar-prefill-attention fa3"):
+        varlen.choose_library("fa3", torch.device("cpu"))
+    with pytest.raises(OscarError, match="not on xpu; drop --kv-cache-dtype int2"):
+        varlen.choose_library(None, torch.device("xpu"))
+
+
 def test_a_library_and_its_memory(monkeypatch):
     monkeypatch.setattr(flashinfer_varlen, "FlashInferAttention", lambda _device: "flashinfer")
     device = torch.device("cuda")

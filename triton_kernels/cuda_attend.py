@@ -149,15 +149,15 @@ def attend(
     """``attend.attend`` for q_rot [T, H, D] float32; ``form.splits`` must be the plan's."""
     assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
     assert req_to_token.dtype == torch.int32 and form.splits == part.splits
-    assert has_layout(view.spec.layout(view.kv_heads, view.head_dim))
+    layout = view.spec.layout(view.kv_heads, view.head_dim)
+    assert has_layout(layout)
     # With a shorter ring history could end inside a page, of which this step sealed the keys.
     longest_q = part.columns * view.kv_heads // q_rot.shape[1]
     assert view.spec.block == 1 or view.windows.n_recent >= view.spec.block + longest_q - 1
     shape = shape_defines(view, q_rot.shape[1])
-    channels = 4 * view.head_dim if view.spec.block > 1 else 0
     kernel = _attend_kernel(
-        form, shape, logit_cap > 0, view.head_dim, view.blocks.shape[2], channels,
-        q_rot.device.index,
+        form, shape, logit_cap > 0, view.head_dim, layout.block_bytes,
+        layout.channel_bytes // view.kv_heads, q_rot.device.index,
     )  # fmt: skip
     log2e = math.log2(math.e)
     args = _Args(
