@@ -110,22 +110,23 @@ def test_a_wheel_reads_like_a_folder(tmp_path):
     with zipfile.ZipFile(wheel, "w") as z:
         z.writestr("sglang/__init__.py", "")
         z.writestr("sglang/_version.py", "__version__ = version = '1.0'\n")
-        z.writestr("sglang/srt/utils/common.py", "def support_triton(backend): ...\n")
+        z.writestr("sglang/srt/models/utils.py", "def enable_fused_set_kv_buffer(forward_batch): 1")
     found = Sources(wheel)
-    hook = next(h for h in hooks.HOOKS if h.name == "support_triton")
+    hook = next(h for h in hooks.HOOKS if h.name == "enable_fused_set_kv_buffer")
     assert found.version == "1.0" and ledger.hook_problem(hook, found) is None
-    assert ledger.changes([hook], INSTALLED, found) == ["support_triton"]
+    assert ledger.changes([hook], INSTALLED, found) == ["enable_fused_set_kv_buffer"]
 
 
 def test_the_command_prints_rows_and_fails(tmp_path, capsys):
     changed = mutilate(
-        tmp_path, {"sglang/srt/utils/common.py": ("def support_triton(", "def triton_works(")}
+        tmp_path,
+        {"sglang/srt/models/utils.py": ("def enable_fused_set_kv_buffer(", "def fused_store(")},
     )
     console = Console(width=200, soft_wrap=True)
     checks = list(doctor.port(changed._root))
     assert command.report(checks, console, "fine") == 1
     printed = capsys.readouterr().out
-    assert "sglang.srt.utils.common.support_triton is gone" in printed
+    assert "sglang.srt.models.utils.enable_fused_set_kv_buffer is gone" in printed
     assert f"1 of {len(checks)} checks failed" in printed
     bodies = next(c for c in checks if c.name == "bodies")
     assert bodies.status == doctor.OK  # nothing else differs
@@ -159,10 +160,10 @@ def test_a_newer_sglang_serves_if_the_ledger_holds(version, monkeypatch, caplog)
 def test_a_newer_sglang_that_changed_is_refused_by_row(version, monkeypatch):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    monkeypatch.setattr(hooks, "found_problems", lambda _sources: ["support_triton is gone"])
+    monkeypatch.setattr(hooks, "found_problems", lambda _sources: ["get_last_loc is gone"])
     reason = version("0.5.99")
-    assert "0.5.99 has changed what it relies on: support_triton is gone" in reason
-    with pytest.raises(OscarError, match="support_triton is gone.*pip install sglang==0.5.23"):
+    assert "0.5.99 has changed what it relies on: get_last_loc is gone" in reason
+    with pytest.raises(OscarError, match="get_last_loc is gone.*pip install sglang==0.5.23"):
         hooks.verify()
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
