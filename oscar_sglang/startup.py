@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ from .config import (
 )
 from .events import log_event
 from .hybrid import attention_layer_ids, is_hybrid
+from .kept import keep, save_temporary
 from .kernels.codec import CODECS
 from .kernels.codec_omni import chosen
+from .model_folder import model_folder
 from .refusals import refuse_model, refuse_options, refuse_page_size
 from .varlen import choose_library
 
@@ -80,47 +81,38 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     return config.with_artifact(*_find_artifact(server_args, config))
 
 
-def model_dir(server_args: Any) -> Path:
-    """The model's local folder; a hub name is downloaded to the cache SGLang itself uses."""
-    path = Path(server_args.model_path)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(server_args.model_path, revision=server_args.revision))
-
-
 def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
     """The artifact's file and its codec."""
     from . import artifact as art
 
-    folder = model_dir(server_args)
     codec = _codec_of(config)
     try:
-        fingerprint = art.Fingerprint.of(folder)
-        if config.artifact != "auto":
-            path = Path(config.artifact).expanduser()
-            if path.resolve().parent == folder.resolve() and path.suffix == ".safetensors":
-                raise OscarError(
-                    f"{path}: SGLang takes every .safetensors file in the model's folder for "
-                    "weights; move the artifact to another folder"
-                )
-            found = art.load(path)
-            art.check(found, fingerprint, config.codec)
-            _check_omni(path, found, config)
-            return path, found.codec
-        if server_args.load_format == "dummy":
-            logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
-            return _save_temporary(art.data_free(fingerprint, codec, config.omni_options)), codec
-        from .calibration import CalibrationError, ensure_artifact
+        with model_folder(server_args) as folder:
+            if config.artifact != "auto":
+                path = Path(config.artifact).expanduser()
+                beside = path.resolve().parent == Path(server_args.model_path).resolve()
+                if beside and path.suffix == ".safetensors":
+                    raise OscarError(
+                        f"{path}: SGLang takes every .safetensors file in the model's folder for "
+                        "weights; move the artifact to another folder"
+                    )
+                found = art.load(path)
+                art.check(found, art.Fingerprint.of(folder), config.codec)
+                _check_omni(path, found, config)
+                return path, found.codec
+            if server_args.load_format == "dummy":
+                logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
+                fingerprint = art.Fingerprint.of(folder)
+                return keep(art.data_free(fingerprint, codec, config.omni_options)), codec
+            from .calibration import CalibrationError, ensure_artifact
 
-        try:
-            made, path, created = ensure_artifact(folder, codec, config.omni_options)
-        except CalibrationError as error:
-            raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
+            try:
+                made, path, created = ensure_artifact(folder, codec, config.omni_options)
+            except CalibrationError as error:
+                raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
         log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
-        return path or _save_temporary(made), codec
+        return path or save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
 
@@ -138,12 +130,6 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
             f"{path}: holds {holds}, asked for --oscar-omni-{name} {value}; drop the flag, or drop "
             "--oscar-artifact"
         )
-
-
-def _save_temporary(artifact: Any) -> Path:
-    path = Path(tempfile.mkdtemp(prefix="oscar_sglang_")) / "artifact.safetensors"
-    artifact.save(path)
-    return path
 
 
 def pool_setup(kvc: Any) -> Any:
