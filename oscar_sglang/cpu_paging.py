@@ -1,4 +1,4 @@
-"""SGLang's paged allocator on a CPU, where it would launch Triton kernels: the same, in PyTorch."""
+"""Where SGLang would launch Triton kernels on a CPU too: the same, in PyTorch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .config import ATTENTION_BACKEND
+
+
+def support_triton(original: Callable, backend: str) -> bool:
+    """AROUND utils.common.support_triton."""
+    return original("torch_native" if backend == ATTENTION_BACKEND and _on_cpu() else backend)
+
+
+def last_loc(
+    original: Callable, req_to_token: torch.Tensor, rows: torch.Tensor, prefix_lens: torch.Tensor
+) -> torch.Tensor:
+    """AROUND allocation.get_last_loc: the slot of each request's last cached token."""
+    if req_to_token.device.type != "cpu":
+        return original(req_to_token, rows, prefix_lens)
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, rows, prefix_lens)
+
+
+def _on_cpu() -> bool:
+    from sglang.srt.utils.common import is_cpu
+
+    return is_cpu()
 
 
 def _ours(allocator: Any) -> bool:

@@ -20,25 +20,26 @@ _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.model", "*.jinja")
 
 
 @contextmanager
-def model_folder(server_args: Any) -> Iterator[Path]:
-    """The folder while the context lasts. Raises OscarError where there cannot be one, or where
+def model_folder(view: Any, model: Any) -> Iterator[Path]:
+    """The folder while the context lasts. ``view``: SGLang's resolved arguments, ``model``: the
+    ModelConfig that SGLang makes of them. Raises OscarError where there cannot be one, or where
     calibration would read other weights or another RoPE than SGLang serves."""
-    path = Path(server_args.model_path)
+    path = Path(view.model_path)
     if path.is_file():
         raise OscarError(
             f"{path} is a file; --kv-cache-dtype int2 needs a folder in Hugging Face format "
             "(config.json and safetensors)"
         )
-    folders = [path] if path.is_dir() else fetch(server_args)
-    overrides = parse_overrides(server_args.json_model_override_args)
+    folders = [path] if path.is_dir() else fetch(view)
+    overrides = parse_overrides(view.json_model_override_args)
     with overridden_folder(folders, overrides, path.name) as folder:
         if overrides:
-            _check_rope(folder, server_args)
-        _check_files(folder, str(server_args.load_format))
+            _check_rope(folder, model.hf_text_config)
+        _check_files(folder, str(view.load_format))
         yield folder
 
 
-def fetch(server_args: Any) -> list[Path]:
+def fetch(view: Any) -> list[Path]:
     """Snapshots of a hub's model: weights in one format, where SGLang looks for them
     (``--download-dir``), and small files, which SGLang takes from the default cache."""
     from huggingface_hub import constants, snapshot_download
@@ -48,7 +49,7 @@ def fetch(server_args: Any) -> list[Path]:
         download_weights_from_hf,
     )
 
-    name, revision = server_args.model_path, server_args.revision
+    name, revision = view.model_path, view.revision
     if "://" in name:
         raise OscarError(
             f"{name}: --kv-cache-dtype int2 cannot read weights at a URL to tell which calibration "
@@ -59,9 +60,9 @@ def fetch(server_args: Any) -> list[Path]:
         small = snapshot_download(
             name, revision=revision, allow_patterns=list(_SMALL_FILES), local_files_only=offline
         )
-        if server_args.load_format == "dummy":
+        if view.load_format == "dummy":
             return [Path(small)]
-        where, kind = server_args.download_dir, str(server_args.load_format)
+        where, kind = view.download_dir, str(view.load_format)
         ignored = LoadConfig(load_format=kind, download_dir=where).ignore_patterns
         weights = download_weights_from_hf(
             name, where, patterns(kind), revision, ignore_patterns=ignored
@@ -124,10 +125,9 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     return made
 
 
-def _check_rope(folder: Path, server_args: Any) -> None:
+def _check_rope(folder: Path, text: Any) -> None:
     """SGLang takes overrides that its models never read, e.g. a bare ``rope_theta``."""
-    served = server_args.get_model_config().hf_text_config.to_dict()
-    served = json.loads(canonical_rope(served))
+    served = json.loads(canonical_rope(text.to_dict()))
     asked = json.loads(canonical_rope(text_config(read_config(folder))))
     if wrong := {k: v for k, v in asked.items() if served.get(k) != v}:
         raise OscarError(

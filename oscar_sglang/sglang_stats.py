@@ -123,6 +123,7 @@ def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str
         enter_cpu_mode()
         flags = {"dtype": "float32", "attention_backend": "torch_native"} | flags
     from sglang.benchmark import one_batch
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
 
     args = ServerArgs(
@@ -136,7 +137,8 @@ def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str
         mem_fraction_static=0.8,
         **flags,
     )
-    kv_heads = args.get_model_config().get_total_num_kv_heads()
+    args.resolve_once()
+    kv_heads = model_config_of(args).get_total_num_kv_heads()
     if kv_heads % args.tp_size:
         raise CalibrationError(
             f"{args.tp_size} ranks cannot share {kv_heads} KV heads evenly; use fewer (--tp)"

@@ -31,17 +31,18 @@ logger = logging.getLogger(__name__)
 _GPU_PAGE_SIZE = 16
 
 
-def prepare_arguments(kwargs: dict[str, Any], config: OscarConfig) -> dict[str, Any]:
-    """Refuse what contradicts int2 and fill in what int2 decides, before SGLang resolves them."""
-    refuse_options(_Namespace(kwargs))
-    kwargs = dict(kwargs, attention_backend=ATTENTION_BACKEND)
-    on_cpu = kwargs.get("device") == "cpu"
-    codec = _codec_of(config)
-    if kwargs.get("page_size") is None:
+def prepare_arguments(view: Any, config: OscarConfig) -> dict[str, Any]:
+    """Refuse what contradicts int2; what int2 decides, before SGLang resolves the rest of it.
+
+    ``view``: SGLang's live view of its arguments.
+    """
+    refuse_options(view)
+    codec, page_size = _codec_of(config), view.page_size
+    if page_size is None:
         block = CODECS[codec].block
-        kwargs["page_size"] = block if block > 1 else 1 if on_cpu else _GPU_PAGE_SIZE
-    refuse_page_size(kwargs["page_size"], codec)
-    return kwargs
+        page_size = block if block > 1 else 1 if view.device == "cpu" else _GPU_PAGE_SIZE
+    refuse_page_size(page_size, codec)
+    return {"attention_backend": ATTENTION_BACKEND, "page_size": page_size}
 
 
 def _codec_of(config: OscarConfig) -> str:
@@ -56,41 +57,35 @@ def _codec_of(config: OscarConfig) -> str:
         raise OscarError(str(error)) from error
 
 
-class _Namespace:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarConfig:
+    """Check the resolved arguments and the model, then find or make the artifact."""
+    from sglang.srt.arg_groups.overrides import model_config_of
 
-
-def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
-    """Check the resolved arguments and the model, then find or make the artifact.
-
-    Runs in the launching process, before any weight is loaded for serving.
-    """
-    refuse_options(server_args)
+    refuse_options(view)
     portable_kernels()  # refuses what it does not know
-    refuse_page_size(server_args.page_size, _codec_of(config))
-    if config.debug_tags_every is not None and server_args.device == "cpu":
+    refuse_page_size(view.page_size, _codec_of(config))
+    if config.debug_tags_every is not None and view.device == "cpu":
         raise OscarError(
             "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
         )
-    model = server_args.get_model_config()
-    refuse_model(model, server_args.tp_size)
-    library = choose_library(config.prefill_attention, torch.device(server_args.device))
+    model = model_config_of(server_args)
+    refuse_model(model, view.tp_size)
+    library = choose_library(config.prefill_attention, torch.device(view.device))
     config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
-    return config.with_artifact(*_find_artifact(server_args, config))
+    return config.with_artifact(*_find_artifact(view, model, config))
 
 
-def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
-    """The artifact's file and its codec."""
+def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, str]:
+    """The artifact's file and its codec. ``model``: SGLang's ModelConfig."""
     from . import artifact as art
 
     codec = _codec_of(config)
     try:
-        with model_folder(server_args) as folder:
+        with model_folder(view, model) as folder:
             if config.artifact != "auto":
                 path = Path(config.artifact).expanduser()
-                beside = path.resolve().parent == Path(server_args.model_path).resolve()
+                beside = path.resolve().parent == Path(view.model_path).resolve()
                 if beside and path.suffix == ".safetensors":
                     raise OscarError(
                         f"{path}: SGLang takes every .safetensors file in the model's folder for "
@@ -100,7 +95,7 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
                 art.check(found, art.Fingerprint.of(folder), config.codec)
                 _check_omni(path, found, config)
                 return path, found.codec
-            if server_args.load_format == "dummy":
+            if view.load_format == "dummy":
                 logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
                 fingerprint = art.Fingerprint.of(folder)
                 return keep(art.data_free(fingerprint, codec, config.omni_options)), codec
@@ -137,8 +132,8 @@ def pool_setup(kvc: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
     from . import artifact as art
-    from .hooks import config_of, plan_of
     from .memory_pool import PoolSetup
+    from .seam import config_of, plan_of
     from .sizing import decode_attention, with_workspace
 
     config = config_of(kvc.server_args)
