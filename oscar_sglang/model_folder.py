@@ -34,7 +34,7 @@ def model_folder(view: Any, model: Any) -> Iterator[Path]:
     overrides = parse_overrides(view.json_model_override_args)
     with overridden_folder(folders, overrides, path.name) as folder:
         if overrides:
-            _check_rope(folder, model.hf_text_config)
+            _check_rope(folder, overrides, model.hf_text_config)
         _check_files(folder, str(view.load_format))
         yield folder
 
@@ -125,10 +125,11 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     return made
 
 
-def _check_rope(folder: Path, text: Any) -> None:
+def _check_rope(folder: Path, overrides: Mapping[str, Any], text: Any) -> None:
     """SGLang takes overrides that its models never read, e.g. a bare ``rope_theta``."""
     served = json.loads(canonical_rope(text.to_dict()))
     asked = json.loads(canonical_rope(text_config(read_config(folder))))
+    asked |= {k: v for k, v in overrides.items() if k in asked}
     if wrong := {k: v for k, v in asked.items() if served.get(k) != v}:
         raise OscarError(
             f"{OVERRIDES_FLAG} asks for {wrong} in RoPE, but SGLang would serve "

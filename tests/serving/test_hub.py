@@ -1,66 +1,46 @@
-"""A model by its hub name: int2 fetches what SGLang itself would, where SGLang would, and no more.
-
-Each case is a process of its own: huggingface_hub reads its environment once.
-"""
+"""A model by its hub name: int2 fetches what SGLang would, where SGLang would, and no more."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from fake_hub import NAME, Hub
+from huggingface_hub import HfFileSystem, constants
 from safetensors.torch import load_file, save_file
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader import loader
 from tiny_models import llama
 
 from oscar_sglang import artifact as art
+from oscar_sglang.config import OscarError
 from oscar_sglang.launch_server import cpu_environment
+from oscar_sglang.model_folder import model_folder
+from oscar_sglang.weights import weight_files
 
 pytestmark = pytest.mark.sglang
 
-# What SGLang's loader picks afterwards, given the same options, is printed beside.
-LOCATE = """
-import json, sys
-from types import SimpleNamespace
-from unittest import mock
-from oscar_sglang.fingerprint import Fingerprint
-from oscar_sglang.model_folder import model_folder
-from oscar_sglang.weights import weight_files
-from sglang.srt.configs.load_config import LoadConfig
-from sglang.srt.model_loader import loader
-
-given = json.loads(sys.argv[1])
-args = dict(revision=None, download_dir=None, load_format="auto", json_model_override_args="{}")
-args = SimpleNamespace(**args | given)
-with model_folder(args) as folder:
-    found = dict(key=Fingerprint.of(folder).key, config=(folder / "config.json").is_file())
-    found["files"] = sorted(str(f.resolve()) for f in weight_files(folder))
-if args.load_format != "dummy":
-    config = LoadConfig(load_format=args.load_format, download_dir=args.download_dir)
-    with mock.patch.object(loader, "get_server_args", lambda: None, create=True):
-        _, files, _ = loader.DefaultModelLoader(config)._prepare_weights(
-            args.model_path, args.revision, fall_back_to_pt=True
-        )
-    import os
-    found["theirs"] = sorted(map(os.path.realpath, files))
-print("FOUND", json.dumps(found))
-"""
 SERVE = """
 import sys
+from oscar_sglang.config import fold_options
+from oscar_sglang.seam import config_of
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 load_plugins()
-args = ServerArgs(
+args = ServerArgs(**fold_options(dict(
     model_path=sys.argv[1], download_dir=sys.argv[2], device="cpu", dtype="float32",
     kv_cache_dtype="int2", oscar_codec="aligned", skip_tokenizer_init=True,
-)
-print("FOUND", args.oscar_config.artifact)
+)))
+args.resolve_once()
+print("FOUND", config_of(args).artifact)
 """
 
 
@@ -82,101 +62,113 @@ def revisions(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def hub(revisions):
+def hub(revisions, tmp_path, monkeypatch):
+    """The only hub that this process, too, knows of; its cache is ``tmp_path / "hub"``."""
     hub = Hub(**revisions)
-    with hub.serve() as url:
-        hub.url = url
+    with hub.serve() as hub.url:
+        for name, value in (
+            ("ENDPOINT", hub.url),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("HF_HUB_CACHE", str(tmp_path / "hub")),
+        ):
+            monkeypatch.setattr(constants, name, value)
+        set_offline(monkeypatch, False)
+        HfFileSystem.clear_instance_cache()
         yield hub
+    HfFileSystem.clear_instance_cache()
 
 
-def process(hub: Hub, home: Path, code: str, *args: str, **env: str):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    environment |= cpu_environment(environment)
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"OSCAR_SGLANG_CACHE": str(home / "artifacts")}
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
-        env=environment | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def set_offline(monkeypatch, offline: bool) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
 
 
-def locate(hub: Hub, home: Path, env: dict[str, str] | None = None, **args) -> dict:
-    done = process(hub, home, LOCATE, json.dumps({"model_path": NAME} | args), **(env or {}))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("FOUND "))
+def arguments(**given) -> SimpleNamespace:
+    """As far as ``model_folder`` reads SGLang's."""
+    args = dict(model_path=NAME, revision=None, download_dir=None, load_format="auto")
+    return SimpleNamespace(**args | {"json_model_override_args": "{}"} | given)
 
 
-def test_one_format_in_sglangs_cache_and_offline_afterwards(hub, revisions, tmp_path):
-    found = locate(hub, tmp_path)
-    assert found["key"] == art.Fingerprint.of(revisions["main"]).key
-    assert found["files"] == found["theirs"] and len(found["files"]) == 1 and found["config"]
+def locate(**given) -> tuple[str, list[str]]:
+    """Key of the model's fingerprint and its weight files, which must be those that SGLang's loader
+    picks afterwards with the same options."""
+    args = arguments(**given)
+    with model_folder(args, None) as folder:
+        assert (folder / "config.json").is_file()
+        key = art.Fingerprint.of(folder).key
+        files = sorted(str(f.resolve()) for f in weight_files(folder))
+    if args.load_format != "dummy":
+        config = LoadConfig(load_format=args.load_format, download_dir=args.download_dir)
+        with mock.patch.object(loader, "get_server_args", lambda: None, create=True):
+            _, theirs, _ = loader.DefaultModelLoader(config)._prepare_weights(
+                args.model_path, args.revision, fall_back_to_pt=True
+            )
+        assert files == sorted(map(os.path.realpath, theirs))
+    return key, files
+
+
+def test_one_format_in_sglangs_cache_and_offline_afterwards(hub, revisions, monkeypatch):
+    found = locate()
+    assert found[0] == art.Fingerprint.of(revisions["main"]).key and len(found[1]) == 1
     wanted = {"config.json", "generation_config.json", "model.safetensors"}
-    assert {("main", name) for name in wanted} >= set(hub.fetched)
+    assert set(hub.fetched) <= {("main", name) for name in wanted}
     assert hub.fetched.count(("main", "model.safetensors")) == 1, "fetched twice"
     hub.fetched.clear()
-    again = locate(hub, tmp_path, {"HF_HUB_OFFLINE": "1"})
-    assert again == found and not hub.fetched
+    set_offline(monkeypatch, True)
+    assert locate() == found and not hub.fetched
 
 
 def test_download_dir_and_revision(hub, revisions, tmp_path):
     other = tmp_path / "weights"
-    found = locate(hub, tmp_path / "home", download_dir=str(other), revision="v2")
-    assert found["key"] == art.Fingerprint.of(revisions["v2"]).key
-    assert found["files"] == found["theirs"] and found["config"]
-    assert all(Path(f).is_relative_to(other) for f in found["files"])
+    key, files = locate(download_dir=str(other), revision="v2")
+    assert key == art.Fingerprint.of(revisions["v2"]).key
+    assert all(Path(f).is_relative_to(other) for f in files)
     assert {revision for revision, _ in hub.fetched} == {"v2"}
-    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
-def test_a_load_format_that_reads_other_weights(hub, revisions, tmp_path):
-    """Pickled weights where the hub has both: the format alone is fetched, and it is calibrated."""
-    found = locate(hub, tmp_path, load_format="npcache")
-    assert found["files"] == found["theirs"] and found["files"][0] != ""
-    assert ("main", "pytorch_model.bin") in hub.fetched
+def test_a_load_format_that_reads_other_weights(hub):
+    """Pickled weights where the hub has both: that format alone is fetched."""
+    _, files = locate(load_format="npcache")
+    assert len(files) == 1 and ("main", "pytorch_model.bin") in hub.fetched
     assert ("main", "model.safetensors") not in hub.fetched
 
 
-def test_dummy_weights_fetch_none(hub, tmp_path):
-    assert locate(hub, tmp_path, load_format="dummy")["files"] == []
+def test_dummy_weights_fetch_none(hub):
+    assert locate(load_format="dummy")[1] == []
     assert {name for _, name in hub.fetched} <= {"config.json", "generation_config.json"}
 
 
 def test_calibrates_a_hub_model(hub, revisions, tmp_path):
-    """All the way through SGLang's own arguments."""
-    done = process(hub, tmp_path, SERVE, NAME, str(tmp_path / "weights"))
+    """All the way through SGLang's own arguments, in a process that reads its environment."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment |= cpu_environment(environment)
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"OSCAR_SGLANG_CACHE": str(tmp_path / "artifacts")}
+    command = [sys.executable, "-c", SERVE, NAME, tmp_path / "weights"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert "FOUND " in done.stdout, done.stderr[-3000:]
     made = art.load(done.stdout.split("FOUND ")[1].splitlines()[0])
     assert made.fingerprint == art.Fingerprint.of(revisions["main"])
     assert made.provenance["model"] == NAME.split("/")[1]
 
 
-@pytest.mark.parametrize("name, words", [("tests/absent", "absent"), ("s3://x/y", "copy the")])
-def test_a_model_that_cannot_be_fetched_is_named(hub, tmp_path, name, words):
-    done = process(hub, tmp_path, LOCATE, json.dumps({"model_path": name}))
-    message = done.stderr.strip().splitlines()[-1]
-    assert "OscarError" in message and name in message and words in message
+@pytest.mark.parametrize(
+    "name, words", [("tests/absent", "cannot be fetched"), ("s3://x/y", "copy the model")]
+)
+def test_a_model_that_cannot_be_fetched_is_named(hub, name, words):
+    with pytest.raises(OscarError, match=f"{name}.*{words}"):
+        locate(model_path=name)
 
 
-def test_local_files_and_formats_that_calibration_would_not_read(tmp_path):
+def test_formats_and_files_that_calibration_would_not_read(tmp_path):
     """A folder with two formats, and ``--load-format pt``: another model than the safetensors."""
-    from types import SimpleNamespace
-
-    from oscar_sglang.config import OscarError
-    from oscar_sglang.model_folder import model_folder
-
     folder = llama(tmp_path / "m")
-    args = dict(model_path=str(folder), json_model_override_args="{}", load_format="auto")
     shutil.copy(folder / "model.safetensors", folder / "model.pt")
-    with model_folder(SimpleNamespace(**args)) as found:
+    with model_folder(arguments(model_path=str(folder)), None) as found:
         assert found == folder
     with pytest.raises(OscarError, match="would serve model.pt.*calibrated on model.safetensors"):
-        with model_folder(SimpleNamespace(**args | {"load_format": "pt"})):
+        with model_folder(arguments(model_path=str(folder), load_format="pt"), None):
             pass
-    args["model_path"] = str(folder / "model.pt")
     with pytest.raises(OscarError, match="is a file.*needs a folder"):
-        with model_folder(SimpleNamespace(**args)):
+        with model_folder(arguments(model_path=str(folder / "model.pt")), None):
             pass
