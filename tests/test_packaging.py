@@ -75,6 +75,14 @@ def test_reference_and_calibration_need_no_triton():
     assert run(code).strip() == "ok"
 
 
+def test_one_place_knows_the_cache_directory():
+    """Anything else that made one of its own would not move with $OSCAR_SGLANG_CACHE."""
+    for folder in ("oscar_sglang", *FORBIDDEN):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "config.py")
+
+
 # Import name -> distribution, where they differ; and what transformers or SGLang bring with them.
 DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
 BROUGHT = {"huggingface_hub", "packaging", "tokenizers", "flashinfer", "pynvml", "sgl_kernel"}
