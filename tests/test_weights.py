@@ -106,6 +106,8 @@ def test_how_tensors_are_spread_over_files_does_not_count(model, tensors):
     index = {"weight_map": {n: f for f, held in parts.items() for n in held}}
     (model / weights.INDEX).write_text(json.dumps(index))
     assert hash_weights(model) == before
+    save_file({"more": torch.ones(3)}, model / "beside.safetensors")
+    assert hash_weights(model) == before
 
 
 @pytest.mark.parametrize(
