@@ -24,7 +24,6 @@ _ARGS = "sglang.srt.server_args.ServerArgs"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _KVC = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-_PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
@@ -56,20 +55,10 @@ HOOKS = (
     Hook(f"{_KVC}._build_hybrid_linear_kv_pool", "AROUND", "rank.build_pool",
          ("self", "max_total_num_tokens", "req_to_token_pool", "mha_pool_class", "..."),
          why="the same for a hybrid model's attention layers", until="SGLang has a pool registry"),
-    Hook("sglang.srt.utils.common.support_triton", "AROUND", "cpu_paging.support_triton",
-         ("backend",),
+    Hook("sglang.srt.mem_cache.allocation.get_last_loc", "AROUND", "lifecycle.last_loc",
+         ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
          why="backends unknown by name count as able to launch Triton, also on a CPU",
          until="the backend answers for itself"),
-    Hook("sglang.srt.mem_cache.allocation.get_last_loc", "AROUND", "cpu_paging.last_loc",
-         ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
-         why="same decision by name", until="the backend answers for itself"),
-    Hook(f"{_PAGED}.alloc_extend", "AROUND", "cpu_paging.alloc_extend",
-         ("self", "prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc",
-          "extend_num_tokens", "num_new_pages"),
-         why="page sizes above 1 launch Triton, also on a CPU", until="it has a form for the CPU"),
-    Hook(f"{_PAGED}.alloc_decode", "AROUND", "cpu_paging.alloc_decode",
-         ("self", "seq_lens", "seq_lens_cpu", "last_loc"),
-         why="page sizes above 1 launch Triton, also on a CPU", until="it has a form for the CPU"),
     Hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", "AROUND", "lifecycle.fused_store",
          ("forward_batch",),
          why="models store K and V while they apply RoPE if the pool says bfloat16",
@@ -135,7 +124,8 @@ READS = (
         "page_size", "set_kv_buffer", "size", "start_layer"), by="memory_pool"),
     Read(f"{_POOLS}.HybridLinearKVPool", ("full_kv_pool",), by="hybrid"),
     Read(f"{_POOLS}.ReqToTokenPool", ("req_generation", "req_to_token"), by="backends, dump"),
-    Read(_PAGED, ("device", "free_pages", "get_kvcache", "page_size"), by="cpu_paging"),
+    Read("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", (
+        "available_size", "get_kvcache"), by="metrics, dump, lifecycle"),
     Read(f"{_BATCH}.Req", ("kv", "origin_input_ids", "output_ids", "prefix_len", "rid"),
          by="metrics, dump, lifecycle"),
     Read(f"{_BATCH}.ReqKvInfo", ("holds_kv", "kv_committed_len", "req_pool_idx"),

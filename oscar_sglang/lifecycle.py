@@ -1,4 +1,4 @@
-"""Request rows and cached prefixes: where SGLang hands them out."""
+"""Request rows, slots and cached prefixes: where SGLang hands them out."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def fused_store(original: Callable, forward_batch: Any) -> bool:
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     return oscar_pool(get_token_to_kv_pool()) is None and original(forward_batch)
+
+
+def last_loc(original: Callable, req_to_token: Any, rows: Any, prefix_lens: Any) -> Any:
+    """AROUND allocation.get_last_loc: the slot of each request's last cached token."""
+    if req_to_token.device.type != "cpu":
+        return original(req_to_token, rows, prefix_lens)
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, rows, prefix_lens)
 
 
 def reprefill_tail(original: Callable, self: Any, req: Any = None) -> int:
