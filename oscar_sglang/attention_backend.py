@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
+from .config import OscarError
 from .debug_tags import DebugTags
 from .kernels import reference
 from .memory_pool import oscar_pool
 from .seam import config_of
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -24,21 +25,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
-    """Layers the start-up checks could not see; nothing is approximated silently."""
+def _unsupported(layer: RadixAttention) -> str | None:
+    """What int2 cannot do for a layer of the model that has been built."""
     window = layer.sliding_window_size
-    for bad, what in (
-        (window is not None and window > 0, "a sliding window"),
-        (layer.is_cross_attention, "cross attention"),
-        (layer.attn_type != AttentionType.DECODER, f"{layer.attn_type} attention"),
-        (kwargs.get("sinks") is not None, "learned attention sinks"),
-        (k is None or not save_kv_cache, "a KV cache shared between layers"),
-    ):
-        if bad:
-            raise NotImplementedError(
-                f"layer {layer.layer_id} uses {what}, which int2 does not support; "
-                "drop --kv-cache-dtype int2"
-            )
+    if window is not None and window > 0:
+        return "a sliding window"
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type != AttentionType.DECODER:
+        return f"{layer.attn_type.value} attention"
+    return None
+
+
+def refuse_layers(model: torch.nn.Module, layer_ids: Iterable[int]) -> None:
+    """Check the attention layers of the model against those that the pool has parameters for.
+
+    At start-up, and the last word: whatever the configuration was taken to say, here are the
+    layers that will be run.
+    """
+    layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    # SGLang's class for models of transformers keeps them beside the modules.
+    layers += getattr(model, "attention_instances", {}).values()
+    for layer in layers:
+        _raise(layer, _unsupported(layer))
+    found, expected = sorted({layer.layer_id for layer in layers}), sorted(layer_ids)
+    if found != expected:
+        raise OscarError(
+            f"{type(model).__name__} has attention in layers {found}, but there are int2 "
+            f"parameters for layers {expected}; drop --kv-cache-dtype int2 (and please report it)"
+        )
+
+
+def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
+    """What only a call shows; nothing is approximated silently."""
+    what = _unsupported(layer)
+    if kwargs.get("sinks") is not None:
+        what = "learned attention sinks"
+    if k is None or not save_kv_cache:
+        what = "a KV cache shared between layers"
+    _raise(layer, what)
+
+
+def _raise(layer: RadixAttention, what: str | None) -> None:
+    if what:
+        raise OscarError(
+            f"layer {layer.layer_id} uses {what}, which int2 does not support; "
+            "drop --kv-cache-dtype int2"
+        )
 
 
 class OscarAttnBackend(AttentionBackend):
@@ -53,6 +86,7 @@ class OscarAttnBackend(AttentionBackend):
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
+        refuse_layers(runner.model, self.pool.index)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
@@ -132,6 +166,8 @@ class OscarAttnBackend(AttentionBackend):
             layer.scaling,
             layer.logit_cap or 0.0,
         )
+        if self.pool.observer:
+            self.pool.observer(index, q, k, v, out)
         if self.tags and index == 0:
             self.tags.check_reads()
         reference.store(self.pool.segments, index, self.batch, k, v)

@@ -29,7 +29,12 @@ PREFIX_WINDOWS = ("reuse", "recompute")
 PREFILL_ATTENTION = ("fa3", "flashinfer")
 # Field -> the values of ``codec_omni.OPTIONS``, the default first.
 OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
-_CHOICES = {"prefix_window": PREFIX_WINDOWS, "prefill_attention": PREFILL_ATTENTION}
+ON_WEIGHT_UPDATE = ("recalibrate", "keep", "refuse")
+_CHOICES = {
+    "prefix_window": PREFIX_WINDOWS,
+    "prefill_attention": PREFILL_ATTENTION,
+    "on_weight_update": ON_WEIGHT_UPDATE,
+}
 PREFIX = "oscar_"
 DISABLE_VARIABLE = "OSCAR_SGLANG_DISABLE"
 KERNELS_VARIABLE = "OSCAR_SGLANG_KERNELS"
@@ -57,6 +62,8 @@ class OscarConfig:
                        first that the GPU has)
     debug_tags         check reads against what was written (``debug_tags.py``, ``gpu_tags.py``)
     debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
+    on_weight_update   after new weights in the running server "recalibrate", "keep" the calibration
+                       of the old ones, or "refuse" the update (``weight_updates.py``)
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
                        paper's ablation (default: the artifact's, else with both)
     """
@@ -71,6 +78,7 @@ class OscarConfig:
     prefill_attention: str | None = None
     debug_tags: bool = False
     debug_tags_every: int | None = None
+    on_weight_update: str = "recalibrate"
     omni_norm: str | None = None
     omni_rotation: str | None = None
 
@@ -232,6 +240,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --oscar-debug-tags on a GPU: check every N-th step (default 16; a CPU checks "
         "every step)",
+    )
+    add(
+        flag("on_weight_update"),
+        choices=ON_WEIGHT_UPDATE,
+        help="after /update_weights_from_* measure a new calibration in the running server, keep "
+        f"that of the old weights, or refuse the update (default {d.on_weight_update})",
     )
     for name, what in (("omni_norm", "token norm"), ("omni_rotation", "rotation")):
         add(

@@ -229,6 +229,9 @@ class DebugTags:
                     f"request row {row} continues at position {prefix}, but only "
                     f"{self.row_length[row]} of its tokens were seen"
                 )
+            # Tokens beyond the prefix were written and given up: they overwrote older ring rows.
+            lost = self.row_length[row] - self.n_recent if prefix < self.row_length[row] else 0
+            self.row_start[row] = max(self.row_start[row], min(lost, prefix))
             coded = prefix - prefix % self.block
             slots = req_to_token[row, :coded].long()
             expected = self.row_chain[row, :prefix]

@@ -16,13 +16,17 @@ from .weights import FingerprintError, hash_weights
 
 __all__ = ["Fingerprint", "FingerprintError"]
 
-LINEAR_LAYER = "linear_attention"
 
 # Names that different model families use for the same number, most common first.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+# What lists of kinds call a layer with K and V, and one with a state or nothing at all.
+_LOCAL = ("sliding_attention", "swa", "chunked_attention")
+_ATTENTION = ("full_attention", "attention", "attn", *_LOCAL)
+_OTHERS = ("linear_attention", "conv", "short_conv", "mamba", "mamba2", "jet", "mlp", "moe")
+_PATTERN = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}  # Nemotron-H, a letter a layer
 
 # Settings of RoPE outside its own dictionary, and kinds that need to know the trained context.
 _ROPE = (
@@ -74,7 +78,7 @@ class Fingerprint:
         heads = _number(model_dir, text, _HEADS)
         return cls(
             architecture=_architecture(model_dir, config, text),
-            layers=len(attention_layers(text, _number(model_dir, text, _LAYERS))),
+            layers=_attention_layers(model_dir, text),
             heads=heads,
             kv_heads=_number(model_dir, text, _KV_HEADS, heads),
             head_dim=_head_dim(model_dir, text, heads),
@@ -113,14 +117,37 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def attention_layers(text: dict[str, Any], layers: int) -> list[int]:
-    """Ids of the layers with K and V among ``layers``: all but those of linear attention."""
-    kinds = text.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return [i for i, kind in enumerate(kinds) if kind != LINEAR_LAYER]
+    """Ids of the layers with K and V among the model's ``layers``.
+
+    Raises FingerprintError for a kind of layer that is not known to have K and V or none: counting
+    it wrong would give every later layer the parameters of another.
+    """
+    kinds = _layer_kinds(text)
+    if kinds is not None:
+        if len(kinds) < layers:
+            raise FingerprintError(
+                f"config.json names the kind of {len(kinds)} layers, but the model has {layers}"
+            )
+        if unknown := sorted({k for k in kinds if k not in (*_ATTENTION, *_OTHERS)}):
+            raise FingerprintError(
+                f"config.json has layers of a kind that int2 does not know: {', '.join(unknown)}"
+            )
+        return [i for i, kind in enumerate(kinds[:layers]) if kind in _ATTENTION]
+    if isinstance(ids := text.get("full_attn_idxs"), list):  # LFM2
+        return sorted(i for i in ids if i < layers)
     every = text.get("full_attention_interval")  # Qwen3-Next's own spelling
     if isinstance(every, int) and every > 0 and text.get("linear_num_key_heads"):
         return [i for i in range(layers) if (i + 1) % every == 0]
     return list(range(layers))
+
+
+def _layer_kinds(text: dict[str, Any]) -> list[str] | None:
+    """The kind of each layer, where the config lists them."""
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(kinds := text.get(name), list):
+            return kinds
+    pattern = text.get("hybrid_override_pattern")
+    return [_PATTERN.get(c, c) for c in pattern] if isinstance(pattern, str) else None
 
 
 def canonical_rope(text: dict[str, Any]) -> str:
@@ -156,6 +183,15 @@ def _architecture(model_dir: Path, config: dict[str, Any], text: dict[str, Any])
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise FingerprintError(f"{model_dir}: config.json names no architecture")
     return names[0]
+
+
+def _attention_layers(model_dir: Path, text: dict[str, Any]) -> int:
+    kinds = _layer_kinds(text) or ()  # Nemotron-H names no number beside them
+    layers = _number(model_dir, text, _LAYERS, len(kinds) or None)
+    try:
+        return len(attention_layers(text, layers))
+    except FingerprintError as error:
+        raise FingerprintError(f"{model_dir}: {error}") from None
 
 
 def _number(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from .attention_backend import refuse_layer
+from .attention_backend import refuse_layer, refuse_layers
 from .gpu_probe import Probe
 from .gpu_tags import DEFAULT_EVERY, GpuTags
 from .kernels import cuda_store
@@ -63,6 +63,7 @@ class OscarGpuBackend(AttentionBackend):
         from .varlen import varlen_attention
 
         self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
+        refuse_layers(runner.model, self.pool.index)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
@@ -168,6 +169,7 @@ class OscarGpuBackend(AttentionBackend):
             self.step = self.decode_attention.step(len(fb.req_pool_indices))
             recent_start = self.pool.segments.windows.recent_start
             self.step.plan(fb.req_pool_indices, ends, recent_start)
+            self.pool.segments.windows.written[fb.req_pool_indices] = ends
         else:
             lens = fb.extend_seq_lens.to(torch.int64)
             total = fb.extend_num_tokens
@@ -175,7 +177,9 @@ class OscarGpuBackend(AttentionBackend):
             def per_token(x):
                 return torch.repeat_interleave(x, lens, output_size=total)
 
-            rows, ends = per_token(fb.req_pool_indices), per_token(fb.seq_lens.to(torch.int64))
+            seq_lens = fb.seq_lens.to(torch.int64)
+            rows, ends = per_token(fb.req_pool_indices), per_token(seq_lens)
+            self.pool.segments.windows.written[fb.req_pool_indices] = seq_lens
             self.tokens = self._token_batch(fb, rows, fb.positions, ends)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -200,6 +204,7 @@ class OscarGpuBackend(AttentionBackend):
         self.seen_generation[rows] = generation
         recent_start = self.pool.segments.windows.recent_start
         recent_start[rows] = torch.where(started, prefix_lens, recent_start[rows])
+        self.pool.segments.windows.go_on(rows, prefix_lens)
         if any(fb.extend_prefix_lens_cpu):
             restore_sinks(
                 self.pool.segments,
@@ -267,6 +272,8 @@ class OscarGpuBackend(AttentionBackend):
         lse = self.varlen(q, k, v, to, causal=True, **fresh, **shape)
         if plan.tiles:
             self._add_prefix(view, q, to, lse, out, shape)
+        if self.pool.observer:
+            self.pool.observer(self.pool.index[layer.layer_id], q, k, v, out)
         store(view, self.tokens, q, k, v, None, triton_only=not self.decode_attention.cuda)
         return out.flatten(1)
 

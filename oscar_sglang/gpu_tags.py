@@ -172,19 +172,24 @@ class GpuTags:
 
     def start(self, rows, prefix, started, prefix_cpu: list[int]) -> None:
         """rows, prefix, started [B]: of an extend batch, after sinks were restored."""
-        for state in (self.row_start, self.row_length):
-            state[rows] = torch.where(started, prefix, state[rows])
+        length, begun = self.row_length[rows], self.row_start[rows]
+        # Tokens beyond the prefix were written and given up: they overwrote older ring rows.
+        cut = ~started & (prefix < length)
+        lost = torch.minimum(torch.maximum(begun, length - self.n_recent), prefix)
+        begun = torch.where(cut, torch.maximum(begun, lost), begun)
+        self.row_start[rows] = torch.where(started, prefix, begun)
+        self.row_length[rows] = torch.where(started | cut, prefix, length)
         last = torch.zeros_like(prefix)
         if total := sum(prefix_cpu):
             flat = Flat.of(torch.zeros_like(prefix), prefix, total)
             slots = self.table[rows[flat.request], flat.position].long()
             chains = flat.chains(self.token[slots], 0)
-            mine, where = started[flat.request], (rows[flat.request], flat.position)
+            mine, where = (started | cut)[flat.request], (rows[flat.request], flat.position)
             self._compare(self.slots, where, slots, chains, mine)
             end = prefix.cumsum(0) - 1
             last = torch.where(prefix > 0, chains[end.clamp_min(0)], 0)
             self._restored(rows, prefix, started)
-        self.row_chain[rows] = torch.where(started, last, self.row_chain[rows])
+        self.row_chain[rows] = torch.where(started | cut, last, self.row_chain[rows])
 
     def _restored(self, rows, prefix, started) -> None:
         """Record the sink rows that requests got from their prefix; from the sink cache where it

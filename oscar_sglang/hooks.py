@@ -28,6 +28,7 @@ _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.Scheduler
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _BATCH = "sglang.srt.managers.schedule_batch"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _REPORT_UNTIL = "pools can report their state"
 
 # fmt: off
@@ -72,6 +73,24 @@ HOOKS = (
     Hook(f"{_POOLS}.ReqToTokenPool.alloc", "AROUND", "lifecycle.remember_prefix", ("self", "reqs"),
          why="exact tokens are counted from where a row's ring begins",
          until="SGLang keeps the first prefix length of a row"),
+    *(Hook(f"{_UPDATER}.{name}", "AROUND", f"weight_updates.{function}", ("self", "recv_req"),
+           why="a calibration belongs to the weights it was measured on",
+           until="pools are told of new weights")
+      for name, function in (("update_weights_from_disk", "around_update"),
+                             ("update_weights_from_ipc", "around_update"),
+                             ("update_weights_from_distributed", "around_part"),
+                             ("update_weights_from_tensor", "around_part"),
+                             ("begin_weight_update", "around_begin"),
+                             ("end_weight_update", "around_end"))),
+    Hook(f"{_SCHEDULER}.flush_cache", "AFTER", "weight_updates.after_flush",
+         ("self", "empty_cache"), why="a new calibration needs an empty cache",
+         until="pools are told of a flush"),
+    Hook(f"{_UPDATER}.resume_memory_occupation", "AFTER", "lifecycle.after_resume",
+         ("self", "recv_req"), why="released memory comes back without what it held",
+         until="pools are told"),
+    Hook("sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init", "AROUND",
+         "lifecycle.refuse_beams", ("self", "req", "recv_req"),
+         why="beams exchange slots, but not windows of request rows", until="pools can refuse it"),
     Hook(f"{_SCHEDULER}.get_internal_state", "AFTER", "metrics.after_internal_state",
          ("self", "recv_req"), why="/server_info", until=_REPORT_UNTIL),
     Hook(f"{_REPORTER}._init_metrics", "AFTER", "metrics.after_init", ("self",),
@@ -135,6 +154,14 @@ READS = (
     Read(_SCHEDULER, ("cur_batch_for_debug", "last_batch", "metrics_reporter", "req_to_token_pool",
                       "running_batch", "server_args", "token_to_kv_pool_allocator"),
          by="metrics, dump"),
+    Read("sglang.srt.beam_search.coordinator.BeamCoordinator", ("token_to_kv_pool_allocator",),
+         by="lifecycle"),
+    Read("sglang.srt.session.streaming_session.StreamingSession", ("will_lend_record",),
+         by="lifecycle"),
+    Read("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", ("session",),
+         by="lifecycle"),
+    Read(_UPDATER, ("_session", "offload_tags", "scheduler", "tp_cpu_group", "tp_worker"),
+         by="weight_updates, lifecycle"),
     Read(_REPORTER, ("current_scheduler_metrics_enabled", "is_stats_logging_rank",
                      "last_decode_stats_tic", "last_prefill_stats_tic", "metrics_collector",
                      "scheduler"), by="metrics"),

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from .hybrid import attention_pool
 from .memory_pool import oscar_pool
+from .weight_updates import renew
 
 # Request row -> first position in its ring, for each of SGLang's ReqToTokenPools. On the host: what
 # the device holds would have to be waited for.
@@ -31,10 +32,35 @@ def last_loc(original: Callable, req_to_token: Any, rows: Any, prefix_lens: Any)
 
 
 def reprefill_tail(original: Callable, self: Any, req: Any = None) -> int:
-    """AROUND swa_reprefill_tail_tokens: last tokens of a prompt computed even if cached."""
+    """AROUND swa_reprefill_tail_tokens: last tokens of a prompt computed even if cached; none for a
+    turn of a session that goes on in the row it had, whose ring is as it was left."""
+    session = getattr(self, "session", None)  # of UnifiedRadixCache
+    if session is not None and session.will_lend_record(req):
+        return original(self, req)
     allocator = getattr(self, "token_to_kv_pool_allocator", None)  # None: a simulated tree
     setup = getattr(attention_pool(allocator and allocator.get_kvcache()), "setup", None)
     return max(original(self, req), getattr(setup, "reprefill_tail", 0))
+
+
+def refuse_beams(original: Callable, self: Any, req: Any, recv_req: Any) -> str | None:
+    """AROUND BeamCoordinator.validate_and_init, which gives a message for the client."""
+    if oscar_pool(self.token_to_kv_pool_allocator.get_kvcache()) is None:
+        return original(self, req, recv_req)
+    return (
+        "Beam search is not supported with --kv-cache-dtype int2: beams exchange their tokens' "
+        "slots, but not the exact windows of their request rows. Use n > 1 with sampling."
+    )
+
+
+def after_resume(result: Any, self: Any, recv_req: Any) -> None:
+    """AFTER SchedulerWeightUpdaterManager.resume_memory_occupation: the pool's rows came back as
+    anything. SGLang has emptied the prefix cache before it let go of them."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    pool = oscar_pool(self.tp_worker.model_runner.token_to_kv_pool)
+    if pool is not None and (not recv_req.tags or GPU_MEMORY_TYPE_KV_CACHE in recv_req.tags):
+        pool.forget_rows()
+        renew(self)
 
 
 def remember_prefix(original: Callable, self: Any, reqs: list) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -10,6 +11,8 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from .config import OscarError
+from .fingerprint import Fingerprint
 from .hybrid import attention_pool
 from .kernels.codec import CodecSpec, LayerParams
 from .kernels.layout import MemoryPlan, WindowLayout
@@ -29,7 +32,9 @@ class PoolSetup:
     spec: CodecSpec
     params: list[LayerParams]
     artifact_id: str
+    fingerprint: Fingerprint  # of the model that the artifact was calibrated on
     layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
+    data_free: bool = False  # the artifact's parameters are of no data
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
     prefill_attention: str | None = None  # its library, on a GPU
@@ -51,6 +56,35 @@ class Counters:
         self.scratch_tokens_peak = max(self.scratch_tokens_peak, in_scratch)
 
 
+@dataclass
+class Calibration:
+    """Which calibration the pool has, and whether its weights are the model's.
+
+    artifact        its id
+    source          "artifact", "data-free" or "recalibrated"
+    stale           the weights have changed since
+    waiting_for     why a stale one has not been renewed, "" if nothing stands in the way
+    """
+
+    artifact: str
+    source: str
+    stale: bool = False
+    waiting_for: str = ""
+    weight_updates: int = 0
+    recalibrations: int = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Its part of ``oscar`` in /server_info."""
+        return {
+            "artifact": self.artifact,
+            "calibration": self.source,
+            "calibration_stale": int(self.stale),
+            "calibration_waits_for": self.waiting_for,
+            "weight_updates": self.weight_updates,
+            "recalibrations": self.recalibrations,
+        }
+
+
 def oscar_pool(kv_cache: Any) -> OscarKVPool | None:
     """Our pool behind SGLang's, None if that is another."""
     pool = attention_pool(kv_cache)
@@ -69,34 +103,71 @@ class OscarKVPool(MHATokenToKVPool):
         self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
         self.tags: Any = None  # of --oscar-debug-tags, set by the attention backend
+        # Called with a layer's index, q, k, v and output of an extend, while recalibrating.
+        self.observer: Callable[..., None] | None = None
+        self.calibration = Calibration(
+            setup.artifact_id, "data-free" if setup.data_free else "artifact"
+        )
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
         layout = setup.spec.layout(self.head_num, self.head_dim)
-        assert layout == plan.history and self.layer_num == plan.layers
+        counts = (self.layer_num, plan.layers, len(setup.layer_ids), len(setup.params))
+        if len(set(counts)) > 1:
+            raise OscarError(
+                "layers of SGLang's pool, of the memory plan, of the model's attention and of the "
+                f"artifact differ: {', '.join(map(str, counts))}; drop --kv-cache-dtype int2 (and "
+                "please report it)"
+            )
+        assert layout == plan.history
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
         self._kv_buffer_descs = []
         device, layers, dtype = self.device, self.layer_num, self.dtype
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            self.segments = Segments(
-                spec=setup.spec,
-                params=[p.to(device) for p in setup.params],
-                history=HistoryStore(layout, layers, self.size + self.page_size, device),
-                windows=WindowStore(plan.windows, layout, layers, plan.rows, dtype, device),
-                sinks=SinkCache(layout, layers, plan.sink_cache_rows, dtype, device),
-            )
+            history = HistoryStore(layout, layers, self.size + self.page_size, device)
+            windows = WindowStore(plan.windows, layout, layers, plan.rows, dtype, device)
+            sinks = SinkCache(layout, layers, plan.sink_cache_rows, dtype, device)
             shape = (2, plan.scratch_tokens, self.head_num, self.head_dim)
             on_cpu = torch.device(device).type == "cpu"
             scratch_dtype = torch.float32 if on_cpu else dtype
             self.scratch = torch.zeros(shape, dtype=scratch_dtype, device=device)
-            # Sink-cache hits, misses, requests on a prefix: counted by kernels on a GPU.
-            self.device_counters = torch.zeros(3, dtype=torch.int64, device=device)
             self.decode_attention = setup.decode_attention
             if self.decode_attention is not None:
                 self.decode_attention.allocate()
+        # What is made in that region comes back empty, or as anything, from a release and a resume
+        # (--enable-memory-saver): rows may, but not constants and what says which rows are valid.
+        windows.recent_start, windows.written = (
+            windows.recent_start.clone(),
+            windows.written.clone(),
+        )
+        sinks.tag = sinks.tag.clone()
+        params = [p.to(device) for p in setup.params]
+        self.segments = Segments(setup.spec, params, history, windows, sinks)
+        # Sink-cache hits, misses, requests on a prefix: counted by kernels on a GPU.
+        self.device_counters = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def forget_rows(self) -> None:
+        """What any row holds is gone: no window begins anywhere, no sink is kept."""
+        self.segments.windows.recent_start.zero_()
+        self.segments.windows.written.zero_()
+        self.segments.sinks.tag.fill_(-1)
+        if self.segments.sinks.tag.is_cuda:  # read next on another stream
+            torch.cuda.synchronize()
+
+    def replace_params(self, params: list[LayerParams]) -> None:
+        """Other values in the same tensors, whose addresses captured CUDA graphs have. Codes and
+        windows written before mean nothing afterwards."""
+        for old, new in zip(self.segments.params, params, strict=True):
+            for a, b in zip(old, new, strict=True):
+                if a is not None:
+                    a.copy_(b)
+        if (grids := self.segments.grids) is not None:
+            grids.copy_(torch.stack([p.grid for p in self.segments.params]))
+        if self.segments.sinks.tag.is_cuda:
+            torch.cuda.synchronize()
 
     def part_bytes(self) -> dict[str, int]:
         """Bytes really allocated, part by part."""
@@ -169,7 +240,7 @@ class OscarKVPool(MHATokenToKVPool):
         }
         return {
             "codec": self.setup.spec.name,
-            "artifact": self.setup.artifact_id,
+            **self.calibration.stats(),
             "tokens_capacity": self.size,
             "bytes_per_token": plan.bytes_per_token,
             "bf16_bytes_per_token": plan.bf16_bytes_per_token,

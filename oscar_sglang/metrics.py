@@ -26,6 +26,7 @@ GAUGES = {
     "window_tokens": "Exact (BF16) sink and recent tokens of running requests.",
     "tokens_capacity": "Tokens the 2-bit cache can hold.",
     "scratch_tokens": "Prefix tokens that fit the prefill scratch.",
+    "calibration_stale": "1 while the calibration is of weights that were replaced.",
     "scratch_tokens_peak": "Most prefix tokens that were in the prefill scratch at once.",
 }
 COUNTERS = {
@@ -33,6 +34,8 @@ COUNTERS = {
     "materialised_tokens": "Cached prefix tokens read back by prefills.",
     "sink_hits": "Sink tokens of cached prefixes restored exactly.",
     "sink_misses": "Sink tokens of cached prefixes restored from 2 bits.",
+    "weight_updates": "Updates of the model's weights.",
+    "recalibrations": "Calibrations measured in the running server.",
     "requests_on_prefix": "Requests that started on a cached prefix.",
 }
 SEGMENT_BYTES = "Bytes allocated for a part of the 2-bit cache."

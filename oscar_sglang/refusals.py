@@ -5,90 +5,77 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .config import ATTENTION_BACKEND, PREFILL_ATTENTION, OscarError
+from .config import OscarError
+from .flags import REFUSED, classes, field_defaults
 from .hybrid import is_gated_delta_net, is_hybrid
 from .kernels.codec import CODECS
 from .kernels.layout import BLOCK, SUPPORTED_HEAD_DIMS
 
-
-def _is_set(args: Any, name: str, off: tuple = (None, False, 0, "", "none")) -> bool:
-    return getattr(args, name, None) not in off
-
-
-# (ServerArgs field, flag, why)
-_OPTIONS = (
-    ("enable_hierarchical_cache", "--enable-hierarchical-cache", "HiCache copies BF16 buffers"),
-    ("enable_lmcache", "--enable-lmcache", "LMCache copies BF16 buffers"),
-    ("enable_flexkv", "--enable-flexkv", "FlexKV copies BF16 buffers"),
-    ("speculative_algorithm", "--speculative-algorithm", "speculative decoding is not built yet"),
-    ("enable_unified_memory", "--enable-unified-memory", "it replaces the KV pool"),
-    ("enable_page_major_kv_layout", "--enable-page-major-kv-layout", "it replaces the KV pool"),
-    ("prefill_only_disable_kv_cache", "--prefill-only-disable-kv-cache", "there is no KV cache"),
-    ("enable_deterministic_inference", "--enable-deterministic-inference", "not built yet"),
-    ("enable_hisparse", "--enable-hisparse", "it replaces the KV pool"),
-    ("enable_two_batch_overlap", "--enable-two-batch-overlap", "not built yet"),
-    ("enable_pdmux", "--enable-pdmux", "not built yet"),
-    ("dllm_algorithm", "--dllm-algorithm", "diffusion models rewrite their cache"),
-    ("enable_dp_attention", "--enable-dp-attention", "not built yet"),
-    ("use_ray", "--use-ray", "it copies the arguments without ours"),
-    ("kv_canary", "--kv-canary", "it checks BF16 buffers"),
+# Models whose layers attend to what follows a token, which is then not in the cache yet; by class
+# name, because their attention is known only when the model is built (``refuse_layers``).
+BIDIRECTIONAL = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "Contriever",
+    "XLMRobertaModel",
+    "XLMRobertaForSequenceClassification",
+    "EmbeddingGemma2Model",
+    "Lfm2BidirectionalModel",
+    "HrmTextForCausalLM",
+    "SDARForCausalLM",
+    "SDARMoeForCausalLM",
+    "LLaDA2MoeModelLM",
+    "DiffusionGemmaForBlockDiffusion",
 )
-_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-
-
-def _prefill_graph(args: Any) -> str | None:
-    """The prefill graph asked for by flag or JSON, or that SGLang has chosen on a GPU."""
-    config = getattr(args, "cuda_graph_config", None)
-    if isinstance(config, dict):
-        backend = (config.get("prefill") or {}).get("backend")
-    else:  # resolved; without a GPU SGLang names one that it will not use
-        on_gpu = getattr(args, "device", None) == "cuda"
-        backend = config.prefill.backend if config is not None and on_gpu else None
-    return backend or getattr(args, "cuda_graph_backend_prefill", None)
+_WITHOUT_ATTENTION = ("CLIPModel",)
 
 
 def refuse_options(args: Any) -> None:
     """Options of SGLang that contradict a 2-bit cache. ``args`` needs no resolution."""
-    for field, name, why in _OPTIONS:
-        if _is_set(args, field):
-            raise OscarError(
-                f"--kv-cache-dtype int2 does not work with {name} ({why}); drop {name}"
-            )
-    if (mode := getattr(args, "disaggregation_mode", "null")) != "null":
-        raise OscarError(
-            "--kv-cache-dtype int2 does not work with prefill/decode disaggregation yet; "
-            f"drop --disaggregation-mode {mode}"
-        )
-    if getattr(args, "device", None) == "cpu" and _is_set(args, "enable_strict_thinking"):
+    for row in REFUSED:
+        if message := row.message(getattr(args, row.field, None)):
+            raise OscarError(message)
+    for phase in ("prefill", "decode"):
+        row = next(r for r in REFUSED if r.field == f"cuda_graph_backend_{phase}")
+        if message := row.message(_graph(args, phase)):
+            raise OscarError(message)
+    if getattr(args, "device", None) == "cpu" and getattr(args, "enable_strict_thinking", False):
         raise OscarError(
             "--enable-strict-thinking masks tokens on a GPU only and would end a CPU server at the "
             "first request; drop it (regex, json_schema and EBNF work on a CPU)"
         )
-    graph = _prefill_graph(args)
-    if graph not in (None, "breakable", "disabled"):  # the rest captures attention itself
-        raise OscarError(
-            f"--kv-cache-dtype int2 does not work with --cuda-graph-backend-prefill {graph}; drop "
-            "it (breakable is SGLang's default) or set it to disabled"
-        )
-    for field in ("dcp_size", "pp_size"):
-        if (getattr(args, field, 1) or 1) > 1:
-            flag = "--" + field.replace("_", "-")
-            raise OscarError(
-                f"--kv-cache-dtype int2 does not work with {flag} > 1 yet; drop {flag}"
-            )
-    for field in _BACKENDS:
-        if (name := getattr(args, field, None)) not in (None, ATTENTION_BACKEND):
-            flag = "--" + field.replace("_", "-")
-            raise OscarError(
-                f"--kv-cache-dtype int2 chooses its own attention backend; drop {flag} {name} (the "
-                f"library of prefill: --oscar-prefill-attention {'|'.join(PREFILL_ATTENTION)})"
-            )
     post_capture = os.environ.get("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "").lower()
     if post_capture in ("1", "true", "yes", "on"):
         raise OscarError(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING resizes BF16 buffers after graph capture and "
             "does not work with --kv-cache-dtype int2; unset it"
         )
+
+
+def _graph(args: Any, phase: str) -> str | None:
+    """The graph of a phase asked for in JSON, or that SGLang has chosen on a GPU."""
+    config = getattr(args, "cuda_graph_config", None)
+    if isinstance(config, dict):
+        return (config.get(phase) or {}).get("backend")
+    # Resolved; without a GPU SGLang names one that it will not use.
+    on_gpu = config is not None and getattr(args, "device", None) == "cuda"
+    return getattr(config, phase).backend if on_gpu else None
+
+
+def refuse_unknown(args: Any) -> None:
+    """Options that ``flags.py`` does not know: those of an SGLang that nobody has looked at.
+
+    ``args`` before SGLang resolves them: what it decides by itself is none of the operator's.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    defaults = field_defaults(ServerArgs)
+    for name in sorted(set(defaults) - set(classes())):
+        if getattr(args, name) != defaults[name]:
+            raise OscarError(
+                f"--{name.replace('_', '-')} is an option that int2 does not know: whether a 2-bit "
+                "cache works with it has not been looked at; drop it, or --kv-cache-dtype int2"
+            )
 
 
 def refuse_page_size(page_size: int, codec: str) -> None:
@@ -114,6 +101,16 @@ def refuse_model(config: Any, tp_size: int = 1) -> None:
             f"{name} uses {config.attention_arch.name} attention, whose cache int2 cannot hold; "
             "drop --kv-cache-dtype int2"
         )
+    kinds = config.hf_config.architectures or []
+    causal = getattr(config.hf_text_config, "is_causal", True)
+    bidirectional = getattr(config.hf_text_config, "use_bidirectional_attention", False)
+    if any(k in BIDIRECTIONAL for k in kinds) or not causal or bidirectional:
+        raise OscarError(
+            f"{name} attends to tokens in both directions and keeps nothing in a KV cache that "
+            "int2 could make smaller; drop --kv-cache-dtype int2"
+        )
+    if any(k in _WITHOUT_ATTENTION for k in kinds):
+        raise OscarError(f"{name} has no KV cache; drop --kv-cache-dtype int2")
     if config.is_encoder_decoder:
         raise OscarError(f"{name} is an encoder-decoder model; drop --kv-cache-dtype int2")
     if is_hybrid(config) and not is_gated_delta_net(config):

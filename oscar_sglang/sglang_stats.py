@@ -106,7 +106,7 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
     try:
         done = 0
         for ids in sequences:
-            runner.forward(_prefill(runner, ids.to(runner.device)))
+            runner.forward(prefill_batch(runner, ids.to(runner.device)))
             accumulator.advance(len(ids))
             done += len(ids)
             if progress:
@@ -144,8 +144,11 @@ def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str
     return bare_runner(args, rank)
 
 
-def _prefill(runner, ids: torch.Tensor):
-    """A batch of one fresh request; every sequence reuses the same row and slots."""
+def prefill_batch(runner, ids: torch.Tensor, row: int = 1, first_slot: int = 1):
+    """A batch of one fresh request on a free row, in the slots from ``first_slot`` on.
+
+    It asks for hidden states, which no CUDA graph of SGLang's gives: the model runs step by step.
+    """
     from sglang.srt.model_executor.forward_batch_info import (
         CaptureHiddenMode,
         ForwardBatch,
@@ -153,8 +156,8 @@ def _prefill(runner, ids: torch.Tensor):
     )
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    n, device, row = len(ids), ids.device, 1
-    slots = torch.arange(1, n + 1, device=device)
+    n, device = len(ids), ids.device
+    slots = torch.arange(first_slot, first_slot + n, device=device)
     requests = runner.req_to_token_pool
     requests.req_to_token[row, :n] = slots.int()
     if hasattr(requests, "mamba_pool"):  # a hybrid model's states, as its scheduler hands them out
@@ -172,7 +175,7 @@ def _prefill(runner, ids: torch.Tensor):
         out_cache_loc=slots,
         positions=torch.arange(n, device=device),
         spec_algorithm=SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
         extend_num_tokens=n,
         extend_seq_lens=lengths,
         extend_seq_lens_cpu=[n],

@@ -23,7 +23,7 @@ from .kept import keep, save_temporary
 from .kernels.codec import CODECS
 from .kernels.codec_omni import chosen
 from .model_folder import model_folder
-from .refusals import refuse_model, refuse_options, refuse_page_size
+from .refusals import refuse_model, refuse_options, refuse_page_size, refuse_unknown
 from .varlen import choose_library
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ def prepare_arguments(view: Any, config: OscarConfig) -> dict[str, Any]:
 
     ``view``: SGLang's live view of its arguments.
     """
+    refuse_unknown(view)
     refuse_options(view)
     codec, page_size = _codec_of(config), view.page_size
     if page_size is None:
@@ -169,6 +170,8 @@ def pool_setup(kvc: Any) -> Any:
         spec=artifact.spec,
         params=params,
         artifact_id=artifact.id,
+        fingerprint=artifact.fingerprint,
+        data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
         layer_ids=tuple(layer_ids),
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,

@@ -64,6 +64,9 @@ STEPS = {
     "tags": Step(120, "-m pytest -q -rf tests/serving/test_gpu_backend.py"),
     "doctor": Step(120, "-m oscar_sglang.cli doctor --model {model}"),
     "demo": Step(240, "scripts/demo.py --model {model} --log {out}/demo-server.log"),
+    "memory-saver": Step(
+        300, "scripts/check_memory_saver.py --model {model} --log {out}/memory-saver-server.log"
+    ),
     "models": Step(
         500,
         "scripts/check_models.py --real {model} --jobs {workers} --log-dir {out} --commit {commit}"
@@ -134,7 +137,7 @@ def main() -> int:
     args = parse()
     if args.list:
         for name, step in STEPS.items():
-            print(f"{name:10} {step.seconds:4} s  {step.command}")
+            print(f"{name:12} {step.seconds:4} s  {step.command}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     head = header(device_name(), args.commit)

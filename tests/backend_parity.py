@@ -30,8 +30,8 @@ from oscar_sglang.debug_tags import OwnershipError  # noqa: E402
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
 # blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
-TOKENS = dict(first=70, second=9, end=120, hit=90, steps=4, short=3)
-BLOCKS = dict(first=100, second=124, end=200, hit=128, steps=2, short=128)
+TOKENS = dict(first=70, second=9, end=120, hit=90, steps=4, short=3, cut=5)
+BLOCKS = dict(first=100, second=124, end=200, hit=128, steps=2, short=128, cut=1)
 
 
 def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]:
@@ -46,7 +46,9 @@ def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]
     for step in range(n["steps"]):
         out.append(runner.decode((a, ids[3][step]), (b, ids[4][step]), (hit, ids[5][step])))
     short = runner.request(base + 3, b, n["short"])
-    out.append(runner.extend((short, ids[2][20:24]), (a, [ids[3][9]])))
+    # A session's next turn: its row goes on earlier than it was written to.
+    del a.tokens[-n["cut"] :], a.slots[-n["cut"] :]
+    out.append(runner.extend((short, ids[2][20:24]), (a, ids[5][20:29])))
     return out
 
 

@@ -38,6 +38,12 @@ POOL_FAULTS = {
         "torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)",
         "prefix_lens + 1 - windows.n_recent",
     ),
+    "stale ring after a turn that was cut": Fault(
+        "reference.py", "    seg.windows.go_on(rows, prefix_lens)\n", ""
+    ),
+    "a cut forgets one ring row too few": Fault(
+        "stores.py", "written - self.windows.n_recent)", "written - self.windows.n_recent - 1)"
+    ),
     "ring read one row off": Fault(
         "stores.py",
         "index = positions % self.windows.n_recent\n        return self.recent_k",

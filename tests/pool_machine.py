@@ -46,6 +46,7 @@ class Request:
     limit: int
     done: int = 0
     hit: int = 0
+    overwritten: int = 0  # ring rows of positions below it hold tokens that were given up
     lost_sinks: list[int] = field(default_factory=list)
     kv: ReqKvInfo = field(default_factory=ReqKvInfo)
     lock: object = None
@@ -77,7 +78,7 @@ class Machine:
     """
 
     OPERATIONS = ("start",) * 4 + ("forward",) * 12 + ("finish",) * 3 + ("publish",) * 3
-    OPERATIONS += ("abort", "retract", "evict", "flush", "poison")
+    OPERATIONS += ("abort", "retract", "cut", "evict", "flush", "poison")
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Machine:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counts = dict.fromkeys(
-            ("operations", "forwards", "hits", "evicted", "retracted", "lost_sinks"), 0
+            ("operations", "forwards", "hits", "evicted", "retracted", "cut", "lost_sinks"), 0
         )
 
     def _coded_bank(self, params: LayerParams) -> list[torch.Tensor]:
@@ -237,6 +238,28 @@ class Machine:
             self._release(request, insert=self.rng.random() < 0.5)
             self.waiting.append(Request(request.wanted, request.limit))
             self.counts["retracted"] += 1
+
+    def cut(self) -> None:
+        """The next turn of a session keeps the row, and goes on before the end of the last one; of
+        a block codec by a token, which the ring bears: it may unseal a block."""
+        ready = [r for r in self.running if self._first_cut(r) < r.done and not vars(r).get("new")]
+        if not ready:
+            return
+        request = self.rng.choice(ready)
+        target = self.rng.randrange(self._first_cut(request), request.done)
+        target = request.done - 1 if self.block > 1 else target
+        whole = -(-target // self.page) * self.page
+        if whole < request.done:
+            self.tree.free_kv_row(request.kv, [(whole, request.done)])
+        lost = min(target, request.done - self.n_ring)
+        request.overwritten = max(request.overwritten, lost)
+        request.done = request.kv_committed_len = target
+        more = [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 24))]
+        request.wanted = (request.wanted[:target] + more)[: request.limit]
+        self.counts["cut"] += 1
+
+    def _first_cut(self, request: Request) -> int:
+        return max(request.hit, request.kv.cache_protected_len)
 
     def publish(self) -> None:
         """SGLang caches an unfinished prompt after each chunk; its slots may be replaced."""
@@ -372,7 +395,7 @@ class Machine:
         """Rows done..done+n-1 over explicitly chosen exact or decoded rows, [n, 1, D]."""
         first, end = request.done, request.done + n
         coded = torch.zeros(end, dtype=torch.bool)
-        recent = max(request.hit, first + 1 - self.n_ring)
+        recent = max(request.hit, request.overwritten, first + 1 - self.n_ring)
         recent += -recent % self.block
         coded[self.n_sink : min(first, recent)] = True
         coded[request.lost_sinks] = True

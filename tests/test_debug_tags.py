@@ -82,6 +82,27 @@ def test_a_sound_pool_is_silent(pool, seq):
     assert pool.tags.checked_tokens == 40 + 45 + 47
 
 
+def cut_turn(pool, seq):
+    """The next turn of a session: row and first 41 tokens of one that was written up to 47."""
+    pool.forward((seq, 40, 47))
+    turn = sequence(60, row=1, seed=7, slots=seq.slots)
+    for name in ("tokens", "q", "k", "v"):
+        getattr(turn, name)[:41] = getattr(seq, name)[:41]
+    return turn
+
+
+def test_a_row_that_goes_on_earlier(pool, seq):
+    pool.forward((cut_turn(pool, seq), 41, 60))
+    assert int(pool.seg.windows.recent_start[1]) == 47 - 16
+
+
+def test_a_row_that_goes_on_earlier_with_what_was_given_up(pool, seq, monkeypatch):
+    turn = cut_turn(pool, seq)
+    monkeypatch.setattr(pool.seg.windows, "go_on", lambda *_: None)
+    with pytest.raises(OwnershipError, match="position 26: ring row 10 .* holds position 42"):
+        pool.forward((turn, 41, 60))
+
+
 def overwrite(pool, seq):
     other = pool.begin(sequence(3, row=3, seed=8, slots=seq.slots[20:23]), 0)
     pool.forward((other, 0, 3))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_debug_tags import DAMAGE, WINDOWS, more_turns, overwrite, prompt, sequence
+from test_debug_tags import DAMAGE, WINDOWS, cut_turn, more_turns, overwrite, prompt, sequence
 from test_reference import Pool
 
 from oscar_sglang.debug_tags import OwnershipError
@@ -55,6 +55,23 @@ def test_a_sound_pool_is_silent(pool, seq):
     assert pool.tags.stats() == {
         "every": 1, "steps": 3, "checked_steps": 3, "checked_tokens": 132, "probed_requests": 0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_row_that_goes_on_earlier(pool, seq, monkeypatch, forgets):
+    turn = cut_turn(pool, seq)
+    row, prefix = torch.tensor([1]), torch.tensor([41])
+    pool.tags.seal()
+    if not forgets:
+        monkeypatch.setattr(pool.seg.windows, "go_on", lambda *_: None)
+    pool.seg.windows.go_on(row, prefix)
+    pool.tags.start(row, prefix, torch.tensor([False]), [41])
+    if forgets:
+        pool.forward((turn, 41, 59))
+        pool.forward((turn, 59, 60))
+        return
+    with pytest.raises(OwnershipError, match="row 1: its ring begins at position 0, expected 31"):
+        pool.forward((turn, 41, 60))
 
 
 # What the CPU form finds only by the segment that was really read.
@@ -154,6 +171,8 @@ class Both:
         self.cpu.begin(batch, tokens, table)
         reads, self.cpu.reads = self.cpu.reads, None  # what the other form reads is no attention
         self.gpu.seal()
+        going_on = torch.zeros(len(batch.rows), dtype=torch.bool)
+        self.gpu.start(batch.rows, batch.prefix_lens, going_on, batch.prefix_lens.tolist())
         self.gpu.check(batch.rows, batch.prefix_lens)
         self.cpu.reads = reads
         self.gpu.begin(batch.rows, batch.prefix_lens, batch.seq_lens, tokens, batch.slots)

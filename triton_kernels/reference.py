@@ -99,7 +99,8 @@ def plan_batch(
     seq_lens: torch.Tensor,
     slots: torch.Tensor,
 ) -> Batch:
-    """Metadata of one forward. Claims the sink-cache rows of the sink tokens it writes."""
+    """Metadata of one forward. Claims the sink-cache rows of the sink tokens it writes, and moves
+    the rings of its rows on."""
     rows, prefix_lens, seq_lens, slots = (
         x.to(torch.int64) for x in (rows, prefix_lens, seq_lens, slots)
     )
@@ -112,6 +113,8 @@ def plan_batch(
     sink = ((positions < seg.windows.windows.n_sink) & (slots > 0)).nonzero().squeeze(-1)
     sink = sink[seg.sinks.winners(slots[sink])]
     seg.sinks.claim(slots[sink])
+    seg.windows.go_on(rows, prefix_lens)
+    seg.windows.written[rows] = seq_lens
     return Batch(
         rows=rows,
         prefix_lens=prefix_lens,

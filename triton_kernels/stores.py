@@ -85,6 +85,10 @@ class WindowStore:
     sink_k, sink_v      L x [R, n_sink, Hk, D]    position p < n_sink at [row, p]
     recent_k, recent_v  L x [R, n_recent, Hk, D]  position p at [row, p % n_recent]
     recent_start        [R] int64                 first position whose row is in the ring
+    written             [R] int64                 end of the positions that were put there
+
+    A row may outlive its request (sessions) and go on before the end of what it was written to: the
+    ring then holds positions of ``written - n_recent`` on, the older ones are overwritten.
     """
 
     def __init__(
@@ -99,6 +103,15 @@ class WindowStore:
         self.sink_k, self.sink_v = alloc(windows.n_sink), alloc(windows.n_sink)
         self.recent_k, self.recent_v = alloc(windows.n_recent), alloc(windows.n_recent)
         self.recent_start = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.written = torch.zeros_like(self.recent_start)
+
+    def go_on(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        """Before ``rows`` [B] are read at ``prefix_lens`` [B] int64: forget ring rows that tokens
+        beyond the prefix have overwritten. Nothing to forget where a row goes on at its end."""
+        start, written = self.recent_start[rows], self.written[rows]
+        low = torch.maximum(start, written - self.windows.n_recent)
+        cut = torch.minimum(low, torch.maximum(start, prefix_lens))
+        self.recent_start[rows] = torch.where(written > prefix_lens, cut, start)
 
     @property
     def num_bytes(self) -> int:

@@ -28,6 +28,10 @@ def answers(model, log, ranks: int) -> tuple[list[list[tuple[float, int]]], dict
         state = server.state()
         found = [server.generate(p, 12, return_logprob=True)["meta_info"] for p in PROMPTS]
         assert state["bytes"] == state["planned_bytes"]
+        # Each rank measures its own heads again, on tokens that all of them agree on.
+        body = {"model_path": str(model), "load_format": "auto"}
+        assert "recalibrated" in server.request("/update_weights_from_disk", body)["message"]
+        found += [server.generate(p, 12, return_logprob=True)["meta_info"] for p in PROMPTS]
         return [[(x[0], x[1]) for x in f["output_token_logprobs"]] for f in found], state["bytes"]
 
 
