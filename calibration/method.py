@@ -22,10 +22,12 @@ from .stats import Moments
 
 @dataclass(frozen=True)
 class Encoded:
-    """Stored form of K and V rows of one layer: any tensors, all of them counted."""
+    """Stored form of K and V rows of one layer, from position ``first`` on: any tensors, all of
+    them counted."""
 
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
+    first: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..artifact import Artifact, Fingerprint, data_free
+from ..fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens
 from .engines import ENGINES, Run
 from .errors import CalibrationError
-from .fit import DAMPING, LayerFit, fit_layer
+from .fit import CONTEXT, DAMPING, LayerFit, fit_layer
 from .fit_options import K_SIGMAS, V_SIGMAS
 from .stats import Moments
 from .warn import calibration_warnings
@@ -38,6 +41,7 @@ def calibrate(
     partial: Path | None = None,
     tp: int = 1,
     codec_options: Mapping[str, str] | None = None,
+    context: int | None = None,
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -49,6 +53,7 @@ def calibrate(
               end
     tp        tensor-parallel ranks (sglang engine)
     codec_options  of ``omni`` (``codec_omni.OPTIONS``)
+    context        positions that ``position`` is fitted for; None: the model's own context length
 
     A codec that needs no data is made from the model's shape alone; the model does not run.
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
@@ -62,6 +67,7 @@ def calibrate(
         partial=partial,
         tp=tp,
         codec_options=codec_options,
+        context=context,
     )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
@@ -80,6 +86,7 @@ def calibrate_codecs(
     partial: Path | None = None,
     tp: int = 1,
     codec_options: Mapping[str, str] | None = None,
+    context: int | None = None,
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -92,6 +99,7 @@ def calibrate_codecs(
     if not codecs:
         return made
     check_supported(model_dir, fingerprint.head_dim)
+    context = max(context or context_length(read_config(model_dir)), 2 * n_sink)
     source = load_tokens(data, model_dir, tokens, seed)
     rows = sum(max(0, len(ids) - n_sink) for ids in source.sequences)
     if rows < _MIN_ROWS:
@@ -113,7 +121,7 @@ def calibrate_codecs(
         "engine": engine,
     }
     for codec in codecs:
-        fits = _fit(observed.moments, codec, progress)
+        fits = _fit(observed.moments, codec, context, n_sink, progress)
         warnings = calibration_warnings(
             observed.source, tokens, observed.moments, fits, observed.biased
         )
@@ -122,7 +130,7 @@ def calibrate_codecs(
         made[codec] = Artifact(
             fingerprint=fingerprint,
             codec=codec,
-            options={"damping": DAMPING, "n_sink": n_sink} | _grid_options(codec),
+            options={"damping": DAMPING, "n_sink": n_sink} | _options(codec, fits, context),
             layers=[fit.params for fit in fits],
             provenance=provenance | {"layers": [fit.report for fit in fits]},
         )
@@ -153,20 +161,38 @@ def _without_data(
     return made
 
 
-def _grid_options(codec: str) -> dict[str, float]:
-    if CODECS[codec].meta != "compact":
-        return {}
-    return {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS}
+def _options(codec: str, fits: list[LayerFit], context: int) -> dict[str, Any]:
+    """What else the codec was fitted with, and what ``codec.layer_specs`` reads."""
+    spec = CODECS[codec]
+    found = {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS} if spec.has_grid else {}
+    if spec.meta == "position":
+        ropes = [fit.spec.rope for fit in fits]
+        rope = max(ropes, key=lambda r: sum(map(bool, r.theta)))
+        found |= {
+            "context": context,
+            "rope": {n: list(v) for n, v in dataclasses.asdict(rope).items()},
+            "rope_free": [i for i, r in enumerate(ropes) if r != rope],
+            "bits": [[fit.spec.k_bits, fit.spec.v_bits] for fit in fits],
+        }
+    return found
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Positions that the model takes by its own account; ``CONTEXT`` if it does not say."""
+    found = text_config(config).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else CONTEXT
 
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _fit(moments: list[Moments], codec: str, progress: Progress | None) -> list[LayerFit]:
+def _fit(
+    moments: list[Moments], codec: str, context: int, n_sink: int, progress: Progress | None
+) -> list[LayerFit]:
     fits = []
     for m in moments:
-        fits.append(fit_layer(m, codec))
+        fits.append(fit_layer(m, codec, context=context, n_sink=n_sink))
         if progress:
             progress("fitting", len(fits), len(moments))
     return fits

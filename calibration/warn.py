@@ -29,6 +29,7 @@ def calibration_warnings(
         *_about_means(moments),
         *_about_heads(moments),
         *_about_outliers(moments, biased),
+        *_about_rope(moments, fits),
     ]
 
 
@@ -102,6 +103,17 @@ def _about_outliers(moments: Sequence[Moments], biased: bool) -> list[str]:
     return [
         f"single K channels hold over {share:.0%} of a head's energy in "
         f"{len(layers)} layers ({_layers(layers)}; {cause}): check with oscar-sglang eval"
+    ]
+
+
+def _about_rope(moments: Sequence[Moments], fits: Sequence[LayerFit]) -> list[str]:
+    """Only a codec that follows the turn suffers where it is not known."""
+    before, spec = moments[0].before, fits[0].spec
+    if before is None or before.doubt is None or spec is None or spec.rope is None:
+        return []
+    return [
+        f"{before.doubt}: K is coded about a mean that does not turn with the position, and error "
+        "grows with the context; calibrate on sequences as long as those that are served"
     ]
 
 

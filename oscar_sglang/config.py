@@ -17,7 +17,8 @@ KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
 CODEC_NAMES = (
-    "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd", "omni",
+    "feedback", "accurate", "compact", "accurate-compact", "position", "aligned", "oscar",
+    "lloyd", "omni",
 )  # fmt: skip
 _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",

@@ -43,7 +43,7 @@ class Probe:
     def _rows(self, row: int, first: int, n: int, boundary: int) -> tuple[torch.Tensor, ...]:
         """K and V [n, Hk, D] of positions first, first + 1, ..., as the reference reads them."""
         slots = self.tags.table[row, first : first + n].long()
-        layout = self.seg.history.layout
+        layout = self.seg.history.layouts[0]
         shape = (2, n, layout.kv_heads, layout.head_dim)
         out = torch.empty(shape, dtype=torch.float32, device=self.tags.device)
         reference_rows(self.seg, 0, row, slots, first, boundary, *out)

@@ -26,10 +26,12 @@ class PoolSetup:
     """Everything the pool needs beyond SGLang's own arguments."""
 
     plan: MemoryPlan
-    spec: CodecSpec
+    spec: CodecSpec  # what all layers share
+    specs: list[CodecSpec]
     params: list[LayerParams]
     artifact_id: str
     layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
+    context: int  # tokens that a request's row of ``req_to_token`` holds
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
     prefill_attention: str | None = None  # its library, on a GPU
@@ -83,10 +85,12 @@ class OscarKVPool(MHATokenToKVPool):
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.segments = Segments(
                 spec=setup.spec,
+                specs=setup.specs,
                 params=[p.to(device) for p in setup.params],
                 history=HistoryStore(layout, layers, self.size + self.page_size, device),
                 windows=WindowStore(plan.windows, layout, layers, plan.rows, dtype, device),
                 sinks=SinkCache(layout, layers, plan.sink_cache_rows, dtype, device),
+                context=setup.context,
             )
             shape = (2, plan.scratch_tokens, self.head_num, self.head_dim)
             on_cpu = torch.device(device).type == "cpu"

@@ -8,6 +8,7 @@ what they gathered is put side by side.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import socket
@@ -20,9 +21,19 @@ import torch
 
 from .calibration.collect import Accumulator, Progress
 from .calibration.errors import CalibrationError
-from .calibration.stats import Moments, join_heads
+from .calibration.rope import PROBE_TOKENS, checked, turning
+from .calibration.stats import BeforeRope, Moments, join_heads
 from .fingerprint import attention_layers, read_config, text_config
+from .kernels.codec_position import Rope
 from .launch_server import enter_cpu_mode
+
+
+class KeysOfOneToken:
+    """Stands for an accumulator during the forward that shows how keys turn."""
+
+    def add(self, layer: int, q, k, v, o) -> None:
+        if layer == 0:
+            self.keys = k.float()
 
 
 class StatisticsBackend:
@@ -75,7 +86,7 @@ def collect_in_sglang(
         torch.multiprocessing.start_processes(_rank, work, nprocs=tp, start_method="spawn")
         ranks = [torch.load(Path(folder) / f"{i}.pt", weights_only=True) for i in range(tp)]
     layers = zip(*(moments for moments, _ in ranks), strict=True)
-    joined = [join_heads([Moments(**fields) for fields in layer]) for layer in layers]
+    joined = [join_heads([_unpacked(fields) for fields in layer]) for layer in layers]
     if progress:
         tokens = sum(map(len, sequences))
         progress("running SGLang", tokens, tokens)
@@ -90,7 +101,18 @@ def _rank(rank: int, model_dir, sequences, n_sink, device, flags, folder: Path) 
         binding = "|".join(f"{g[0]}-{g[-1]}" for g in groups)
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
     moments, names = _collect(rank, model_dir, sequences, n_sink, device, None, flags)
-    torch.save(([vars(m) for m in moments], names), folder / f"{rank}.pt")
+    torch.save(([_packed(m) for m in moments], names), folder / f"{rank}.pt")
+
+
+def _packed(moments: Moments) -> dict[str, Any]:
+    """Nothing but tensors and numbers."""
+    before = vars(moments.before)
+    return vars(moments) | {"before": before | {"rope": dataclasses.asdict(before["rope"])}}
+
+
+def _unpacked(fields: dict[str, Any]) -> Moments:
+    before = fields["before"]
+    return Moments(**fields | {"before": BeforeRope(**before | {"rope": Rope(**before["rope"])})})
 
 
 @torch.no_grad()
@@ -98,11 +120,19 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
     """Moments of this rank's heads."""
     tokens = sum(map(len, sequences))
     runner = _load(model_dir, device, rank, max(map(len, sequences)), flags)
-    accumulator = Accumulator(n_sink)
     text = text_config(read_config(model_dir))
     layer_ids = attention_layers(text, runner.model_config.num_hidden_layers)
-    runner.attn_backend = StatisticsBackend(runner.attn_backend, accumulator, layer_ids)
+    keys = KeysOfOneToken()
+    inner = runner.attn_backend
+    runner.attn_backend = StatisticsBackend(inner, keys, layer_ids)
     try:
+        ids = sequences[0][:1].repeat(min(PROBE_TOKENS, max(map(len, sequences))))
+        runner.forward(_prefill(runner, ids.to(runner.device)))
+        turns = turning(text, runner.model_config.head_dim, layer_ids)
+        if layer_ids[0] == 0:
+            turns = checked(turns, keys.keys)
+        accumulator = Accumulator(n_sink, turning=turns)
+        runner.attn_backend = StatisticsBackend(inner, accumulator, layer_ids)
         done = 0
         for ids in sequences:
             runner.forward(_prefill(runner, ids.to(runner.device)))

@@ -28,6 +28,7 @@ from .varlen import choose_library
 logger = logging.getLogger(__name__)
 
 _GPU_PAGE_SIZE = 16
+_ROW_SLACK = 16  # SGLang's request rows are a few tokens longer than the context
 
 
 def prepare_arguments(kwargs: dict[str, Any], config: OscarConfig) -> dict[str, Any]:
@@ -77,7 +78,10 @@ def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
     library = choose_library(config.prefill_attention, torch.device(server_args.device))
     config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
-    return config.with_artifact(*_find_artifact(server_args, config))
+    config = config.with_artifact(*_find_artifact(server_args, config))
+    if config.codec == "position" and server_args.device != "cpu":
+        raise OscarError("codec position has no GPU kernels yet; choose another --oscar-codec")
+    return config
 
 
 def model_dir(server_args: Any) -> Path:
@@ -108,6 +112,7 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
             found = art.load(path)
             art.check(found, fingerprint, config.codec)
             _check_omni(path, found, config)
+            _warn_context(found, server_args)
             return path, found.codec
         if server_args.load_format == "dummy":
             logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
@@ -120,9 +125,25 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
             raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
         log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
+        _warn_context(made, server_args)
         return path or _save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
+
+
+def _warn_context(artifact: Any, server_args: Any) -> None:
+    """Say so when requests may be longer than what the codec was fitted for."""
+    fitted, served = artifact.options.get("context"), server_args.get_model_config().context_len
+    if fitted is not None and served > fitted:
+        logger.warning(
+            "oscar: the artifact is fitted for contexts of %d tokens, this server takes %d: beyond "
+            "%d error grows; calibrate with --context %d, or serve with --context-length %d",
+            fitted,
+            served,
+            fitted,
+            served,
+            fitted,
+        )
 
 
 def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
@@ -186,9 +207,11 @@ def pool_setup(kvc: Any) -> Any:
     return PoolSetup(
         plan=plan,
         spec=artifact.spec,
+        specs=artifact.specs,
         params=params,
         artifact_id=artifact.id,
         layer_ids=tuple(layer_ids),
+        context=kvc.model_config.context_len + _ROW_SLACK,
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,
         prefill_attention=config.prefill_attention,

@@ -38,6 +38,12 @@ for a, b in zip(inside, outside, strict=True):
         x, y = getattr(a, field), getattr(b, field)
         gap = float((x - y).norm() / y.norm())
         assert gap < 1e-3, (field, gap)
+    assert a.before.rope == b.before.rope and any(a.before.rope.theta)
+    assert (a.before.held_positions == b.before.held_positions).all()
+    for field in ("k_mean", "ktk", "qtq"):
+        x, y = getattr(a.before, field), getattr(b.before, field)
+        gap = float((x - y).norm() / y.norm())
+        assert gap < 1e-3, ("before", field, gap)
     spec = CODECS["feedback"]
     p, r = (fit_layer(m, "feedback").params for m in (a, b))
     for code, held, m, n in (

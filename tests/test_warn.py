@@ -24,7 +24,7 @@ def moments(mean: float = 3.0, axes=(0, 0), spread: bool = True) -> Moments:
 
 def warnings(m: Moments, tokens: int = 4096, biased: bool = False, v_error: float = 0.1):
     source = Tokens([torch.zeros(tokens, dtype=torch.int64)], "a file")
-    fit = LayerFit(None, {"v_error": [v_error]})
+    fit = LayerFit(None, None, {"v_error": [v_error]})
     return calibration_warnings(source, 4096, [m, m], [fit, fit], biased)
 
 

@@ -68,7 +68,7 @@ def restore_sinks(
     """
     windows, sinks, history = seg.windows, seg.sinks, seg.history
     layers, _, n_sink, kv_heads, dim = windows.sink_k.stack.shape
-    blocks = history.blocks.stack.view(torch.uint16)
+    blocks = history.base.view(torch.uint16).view(layers, -1)
     if seg.spec.block > 1:
         grids = history.channels.stack
     else:

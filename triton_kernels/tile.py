@@ -18,8 +18,8 @@ import triton.language as tl
 from .codec_lloyd import INNER, OUTER, THRESHOLD
 from .codec_omni import BLOCK
 
-AFFINE, COMPACT, SCALE, CHANNEL = map(tl.constexpr, range(4))
-FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3}
+AFFINE, COMPACT, SCALE, CHANNEL, POSITION = map(tl.constexpr, range(5))
+FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3, "position": 4}
 PAGE = tl.constexpr(BLOCK)  # tokens that share channels
 ROUND_MAGIC = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds |x| < 2^22 to even, as rint does
 FP16_MAX = tl.constexpr(65504.0)

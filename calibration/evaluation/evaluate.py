@@ -99,7 +99,7 @@ def _artifact(options: Options, fingerprint: Fingerprint) -> tuple[dict[str, lis
     artifact = load(options.artifact)
     check(artifact, fingerprint)
     name = method_of(artifact.codec, artifact.options).name
-    return {name: artifact.layers}, f"artifact {artifact.id}"
+    return {name: artifact.codecs}, f"artifact {artifact.id}"
 
 
 def _jobs(options: Options, fitted: dict[str, list]) -> list[Job]:

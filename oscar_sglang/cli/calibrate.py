@@ -24,6 +24,12 @@ def add(commands) -> None:
     )
     p.add_argument("--tokens", type=positive, default=8192, help="tokens to run (default 8192)")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="positions that codec position is fitted for (default: all that the model takes)",
+    )
     p.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
     p.add_argument(
         "--engine",
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             args.tokens,
             device=args.device,
             seed=args.seed,
+            context=args.context,
             progress=progress,
             engine=args.engine,
             tp=args.tp,
