@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..fingerprint import read_config, text_config
+from ..kernels.codec import LayerCodec
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import attention_layers_of, causal_attention, replaced_attention
 from .errors import CalibrationError
 from .rope import PROBE_TOKENS, Turning, checked, turning
 from .stats import LayerStats, Moments
+from .widths import Prober, Scores, projection
 
 if TYPE_CHECKING:
     from .state import Partial
@@ -145,6 +147,45 @@ def model_turning(model: PreTrainedModel, token: int) -> Turning:
         model.base_model(input_ids=ids, use_cache=False)
     found = turning(text, keys[0].shape[-1], layer_ids)
     return checked(found, keys[0]) if layer_ids[0] == 0 else found
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel, ids: torch.Tensor, codecs: Sequence[LayerCodec], n_sink: int
+) -> Scores | None:
+    """Of each layer's slots on the sequence ``ids`` [T]; None if the model's output projections
+    are not found."""
+    layer_ids = attention_layers_of(model)
+    modules = {m.layer_idx: m for m in model.modules() if projection(m) and hasattr(m, "layer_idx")}
+    blocks = getattr(model.base_model, "layers", None)
+    if blocks is None or not set(layer_ids) <= set(modules):
+        return None
+    project = [projection(modules[i]) for i in layer_ids]
+    prober = Prober(codecs, project, [0.0] * len(layer_ids), n_sink)
+
+    def attend(layer, q, k, v, scale):
+        o = causal_attention(q.float(), k.float(), v.float(), scale)
+        prober.scales[layer] = scale
+        prober.add(layer, *(x[0].transpose(0, 1) for x in (q, k, v, o)))
+        return o.to(q.dtype)
+
+    def before(layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        prober.residual[layer] = hidden[0]
+
+    hooks = [
+        blocks[layer_id].register_forward_pre_hook(
+            lambda _module, args, kwargs, i=i: before(i, args, kwargs), with_kwargs=True
+        )
+        for i, layer_id in enumerate(layer_ids)
+    ]
+    try:
+        with replaced_attention(model, attend):
+            model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return prober.scores()
 
 
 @torch.no_grad()

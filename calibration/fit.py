@@ -32,6 +32,7 @@ from ..kernels.codec import (
     encode_k,
     encode_v,
     rotate,
+    with_bits,
 )
 from . import fit_position
 from .fit_options import feedback_metric, fit_grids
@@ -121,6 +122,32 @@ def _fit_position(
         "logit_error": _rounded((torch.stack(list(errors.values())).amin(0) / d).sqrt()),
         "v_error": _rounded(v_error(spec, params, moments)),
         "k_mean_energy": _rounded(mean_energy(moments.before)),
+    }
+    return LayerFit(spec, params, report)
+
+
+def widened(
+    fitted: LayerFit, moments: Moments, bits: tuple[int, int], context: int, n_sink: int
+) -> LayerFit:
+    """A layer of ``position`` with K and V of other ``bits``: everything but the metadata's grid
+    stays as it is. The report says what the errors were before."""
+    spec = with_bits(fitted.spec, *bits)
+    if spec == fitted.spec:
+        return fitted
+    keys, positions = fit_position.moved(moments.before, moments.held_k, n_sink, context)
+    grid = fit_position.fit_grids(spec, fitted.params, keys, positions, moments.held_v)
+    params, old = fitted.params._replace(grid=grid), fitted.report
+    m = fit_position.turned_moment(moments.before.rope, moments.before.qtq, n_sink, context)
+    error = fit_position.error(spec, params, keys, positions, m)
+    k_error = _rounded(_ratio(error, fit_position.energy(keys, m)))
+    chosen = {basis: list(errors) for basis, errors in old["k_error"].items()}
+    for head, basis in enumerate(old["k_basis"]):
+        chosen[basis][head] = k_error[head]
+    report = old | {
+        "k_error": chosen,
+        "logit_error": _rounded((error / keys.shape[-1]).sqrt()),
+        "v_error": _rounded(v_error(spec, params, moments)),
+        "at_2_bits": {n: old[n] for n in ("logit_error", "v_error")},
     }
     return LayerFit(spec, params, report)
 

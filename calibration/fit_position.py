@@ -144,7 +144,7 @@ def fit(
         params = params._replace(grid=fit_grids(spec, params, keys, positions, moments.held_v))
         found[name] = params
         errors[name] = error(spec, params, keys, positions, m)
-    return spec, found, errors, _energy(keys, m)
+    return spec, found, errors, energy(keys, m)
 
 
 def moved(
@@ -169,7 +169,7 @@ def error(
     [Hk] float64."""
     k_rot = rotate(keys, params.r_k)
     k_hat = decode_k(spec, params, encode_k(spec, params, k_rot, positions), positions)
-    return _energy(rotate(k_hat - k_rot, params.k_back), m)
+    return energy(rotate(k_hat - k_rot, params.k_back), m)
 
 
 def fit_grids(
@@ -190,7 +190,7 @@ def fit_grids(
     return torch.stack([fit_grid(meta, sigmas, PER_OCTAVE) for meta, sigmas in pair], 1)
 
 
-def _energy(rows: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+def energy(rows: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """Mean of x m x^T over rows x [n, Hk, D] -> [Hk] float64."""
     rows = rows.double()
     return torch.einsum("nhd,hde,nhe->h", rows, m, rows) / len(rows)

@@ -12,15 +12,16 @@ from typing import Any
 from .. import __version__
 from ..artifact import Artifact, Fingerprint, data_free
 from ..fingerprint import read_config, text_config
-from ..kernels.codec import CODECS
+from ..kernels.codec import CODECS, LayerCodec
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens
-from .engines import ENGINES, Run
+from .engines import ENGINES, Observed, Run
 from .errors import CalibrationError
-from .fit import CONTEXT, DAMPING, LayerFit, fit_layer
+from .fit import CONTEXT, DAMPING, LayerFit, fit_layer, widened
 from .fit_options import K_SIGMAS, V_SIGMAS
 from .stats import Moments
 from .warn import calibration_warnings
+from .widths import EXTRA_BITS, base_bits, choose, wide_slots
 
 DEFAULT_TOKENS = 8192
 N_SINK = 64
@@ -42,6 +43,7 @@ def calibrate(
     tp: int = 1,
     codec_options: Mapping[str, str] | None = None,
     context: int | None = None,
+    bits: float | None = None,
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -54,6 +56,8 @@ def calibrate(
     tp        tensor-parallel ranks (sglang engine)
     codec_options  of ``omni`` (``codec_omni.OPTIONS``)
     context        positions that ``position`` is fitted for; None: the model's own context length
+    bits           per element that ``position`` may spend on history; what is left over 2 bits and
+                   metadata widens the K or V of some layers (``widths``). None: ``EXTRA_BITS``
 
     A codec that needs no data is made from the model's shape alone; the model does not run.
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
@@ -68,6 +72,7 @@ def calibrate(
         tp=tp,
         codec_options=codec_options,
         context=context,
+        bits=bits,
     )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
@@ -87,6 +92,7 @@ def calibrate_codecs(
     tp: int = 1,
     codec_options: Mapping[str, str] | None = None,
     context: int | None = None,
+    bits: float | None = None,
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -109,7 +115,9 @@ def calibrate_codecs(
         )
     if tp > 1 and engine != "sglang":
         raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
-    run = Run(model_dir, source, device, n_sink, progress, partial, tp)
+    fitter = Fitter("position", context, n_sink, progress) if "position" in codecs else None
+    wanted = _bits(bits, fingerprint.head_dim)
+    run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter)
     observed = ENGINES[engine](run)
     facts = {
         "tool": f"oscar_sglang {__version__}",
@@ -121,8 +129,10 @@ def calibrate_codecs(
         "engine": engine,
     }
     for codec in codecs:
-        fits = _fit(observed.moments, codec, context, n_sink, progress)
-        warnings = calibration_warnings(
+        fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
+        if codec == "position":
+            fits, unscored = _widen(fits, observed, wanted, context, n_sink)
+        warnings = unscored + calibration_warnings(
             observed.source, tokens, observed.moments, fits, observed.biased
         )
         seconds = round(time.monotonic() - start, 1)
@@ -187,12 +197,58 @@ def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _fit(
-    moments: list[Moments], codec: str, context: int, n_sink: int, progress: Progress | None
-) -> list[LayerFit]:
-    fits = []
-    for m in moments:
-        fits.append(fit_layer(m, codec, context=context, n_sink=n_sink))
-        if progress:
-            progress("fitting", len(fits), len(moments))
-    return fits
+@dataclasses.dataclass
+class Fitter:
+    """Fits ``codec`` to every layer. Called by an engine, it keeps what it found."""
+
+    codec: str
+    context: int
+    n_sink: int
+    progress: Progress | None = None
+
+    def __call__(self, moments: list[Moments]) -> list[LayerCodec]:
+        return [fit.codec for fit in self.fit(moments)]
+
+    def fit(self, moments: list[Moments]) -> list[LayerFit]:
+        fits = []
+        for m in moments:
+            fits.append(fit_layer(m, self.codec, context=self.context, n_sink=self.n_sink))
+            if self.progress:
+                self.progress(f"fitting {self.codec}", len(fits), len(moments))
+        return fits
+
+
+def _bits(bits: float | None, head_dim: int) -> float:
+    """Bits per element for codec ``position``. Raises CalibrationError for what no choice of widths
+    gives."""
+    least = base_bits(head_dim)
+    if bits is None:
+        return least + EXTRA_BITS
+    if not least <= bits <= least + 2:
+        raise CalibrationError(
+            f"{bits} bits per element cannot be had: with head_dim {head_dim} K and V of 2 or 4 "
+            f"bits take {least} to {least + 2}"
+        )
+    return bits
+
+
+def _widen(
+    fits: list[LayerFit], observed: Observed, bits: float, context: int, n_sink: int
+) -> tuple[list[LayerFit], list[str]]:
+    """``fits`` with the widths that ``bits`` pay for, and what there is to say about it."""
+    layers, d = len(fits), fits[0].params.mean.shape[-1]
+    slots = wide_slots(bits, layers, d)
+    scores = observed.scores
+    if scores is None and 0 < slots < 2 * layers:
+        found = "the sequences are too short, or the model's output projections were not found"
+        return fits, [f"no K or V was given 4 bits, as their effect could not be judged: {found}"]
+    widths = [(4, 4)] * layers if slots == 2 * layers else [(2, 2)] * layers
+    if scores is not None:
+        widths = choose(scores, bits, d)
+    wide = [
+        widened(fit, m, pair, context, n_sink)
+        for fit, m, pair in zip(fits, observed.moments, widths, strict=True)
+    ]
+    for fit, pair in zip(wide, scores or (), strict=scores is not None):
+        fit.report["score"] = [float(f"{x:.4g}") for x in pair]
+    return wide, []

@@ -75,8 +75,9 @@ class OscarKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
-        layout = setup.spec.layout(self.head_num, self.head_dim)
-        assert layout == plan.history and self.layer_num == plan.layers
+        layouts = [spec.layout(self.head_num, self.head_dim) for spec in setup.specs]
+        assert layouts == plan.layouts and self.layer_num == plan.layers
+        layout = plan.history  # windows are the same in every layer
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
@@ -87,7 +88,7 @@ class OscarKVPool(MHATokenToKVPool):
                 spec=setup.spec,
                 specs=setup.specs,
                 params=[p.to(device) for p in setup.params],
-                history=HistoryStore(layout, layers, self.size + self.page_size, device),
+                history=HistoryStore(layouts, layers, self.size + self.page_size, device),
                 windows=WindowStore(plan.windows, layout, layers, plan.rows, dtype, device),
                 sinks=SinkCache(layout, layers, plan.sink_cache_rows, dtype, device),
                 context=setup.context,
@@ -179,7 +180,7 @@ class OscarKVPool(MHATokenToKVPool):
             "tokens_capacity": self.size,
             "bytes_per_token": plan.bytes_per_token,
             "bf16_bytes_per_token": plan.bf16_bytes_per_token,
-            "bits_per_element": plan.history.bits_per_element,
+            "bits_per_element": plan.bits_per_element,
             "effective_bits": {n: plan.effective_bits(n) for n in (2048, 8192, 32768, 131072)},
             "break_even_tokens": plan.break_even(),
             "sink_tokens": plan.windows.n_sink,

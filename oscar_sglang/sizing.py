@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from .artifact_header import read_header
 from .config import OscarConfig, portable_kernels
 from .hybrid import attention_layer_ids
 from .kernels.codec import CODECS
@@ -62,8 +64,10 @@ def make_plan(
     device: str,
     context_length: int,
     max_total_tokens: int | None = None,
+    widths: tuple[tuple[int, int], ...] = (),
 ) -> MemoryPlan:
-    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache.
+    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``widths``:
+    bits of each layer's K and V, if the artifact says so.
 
     ``max_running_requests`` None: chosen (``default_requests``).
     """
@@ -95,6 +99,7 @@ def make_plan(
         itemsize=itemsize,
         scratch_itemsize=4 if on_cpu else itemsize,
         codec_floats=sum(math.prod(shape) for shape in spec.tensors(head_dim).values()),
+        widths=widths,
     )
 
 
@@ -121,6 +126,7 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
         device=kvc.device,
         context_length=kvc.model_config.context_len,
         max_total_tokens=get_schedule().max_total_tokens,
+        widths=read_header(Path(config.artifact)).widths,
     )
     return with_workspace(kvc, plan, decode_attention(kvc, plan) if kvc.device != "cpu" else None)
 

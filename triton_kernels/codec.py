@@ -46,6 +46,7 @@ __all__ = [
     "CODECS", "LEVELS", "CodecSpec", "LayerCodec", "LayerParams", "RangeRule", "Rope", "Rows",
     "decode", "decode_k", "decode_v", "encode_k", "encode_v", "feedback_codes", "layer_specs",
     "pack", "rotate", "round_codes", "spec_of", "unpack", "value_range",
+    "with_bits",
 ]  # fmt: skip
 
 # Metadata of a K row, of a V row (numbers), and the bytes of one number.
@@ -198,15 +199,17 @@ def layer_specs(spec: CodecSpec, layers: int, options: Mapping[str, Any]) -> lis
     if len(bits) != layers:
         raise ValueError(f"bits of {len(bits)} layers, expected {layers}")
     return [
-        replace(
-            spec,
-            rope=still if i in free else rope,
-            k_bits=k,
-            v_bits=v,
-            v_range=RangeRule("shrink", codec_position.V_RATIOS[v]),
-        )
+        with_bits(replace(spec, rope=still if i in free else rope), k, v)
         for i, (k, v) in enumerate(bits)
     ]
+
+
+def with_bits(spec: CodecSpec, k_bits: int, v_bits: int) -> CodecSpec:
+    """``position`` with other widths. Raises ValueError for widths without a rule."""
+    if not {k_bits, v_bits} <= set(codec_position.V_RATIOS):
+        raise ValueError(f"K and V have 2 or 4 bits, got {k_bits} and {v_bits}")
+    ranges = RangeRule("shrink", codec_position.V_RATIOS[v_bits])
+    return replace(spec, k_bits=k_bits, v_bits=v_bits, v_range=ranges)
 
 
 class LayerParams(NamedTuple):

@@ -25,7 +25,7 @@ have 2 or 4 bits each; where they differ between layers so do the blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK = 16
 BITS = 2
@@ -148,7 +148,8 @@ class MemoryPlan:
     """What one rank allocates for the KV cache, in bytes, part by part.
 
     ``itemsize`` is that of a window element (the model's dtype), ``scratch_itemsize`` that of a
-    materialised row. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
+    materialised row. ``widths``: (k_bits, v_bits) of each layer; empty where all layers are
+    ``history``. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
     device for one KV head; ``workspace_bytes`` are the kernels' own static buffers.
     """
 
@@ -162,11 +163,28 @@ class MemoryPlan:
     scratch_itemsize: int = 4
     codec_floats: int = 0
     workspace_bytes: int = 0
+    widths: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.widths and len(self.widths) != self.layers:
+            raise ValueError(f"widths of {len(self.widths)} layers, expected {self.layers}")
+
+    @property
+    def layouts(self) -> list[HistoryLayout]:
+        """Of each layer."""
+        if not self.widths:
+            return [self.history] * self.layers
+        return [replace(self.history, k_bits=k, v_bits=v) for k, v in self.widths]
 
     @property
     def bytes_per_token(self) -> int:
         """Marginal cost of one more slot, all layers."""
-        return self.layers * self.history.bytes_per_slot
+        return sum(h.bytes_per_slot for h in self.layouts)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Of history, mean over the layers."""
+        return sum(h.bits_per_element for h in self.layouts) / self.layers
 
     @property
     def bf16_bytes_per_token(self) -> int:
@@ -179,9 +197,11 @@ class MemoryPlan:
         return self.history.kv_heads * 2 * self.history.head_dim * self.itemsize
 
     def history_bytes(self, num_slots: int) -> int:
-        h = self.history
-        rows = h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
-        return self.layers * (rows + _ceil_div(num_slots, h.block) * h.channel_bytes)
+        return sum(
+            h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
+            + _ceil_div(num_slots, h.block) * h.channel_bytes
+            for h in self.layouts
+        )
 
     @property
     def window_bytes(self) -> int:

@@ -30,6 +30,13 @@ def add(commands) -> None:
         metavar="N",
         help="positions that codec position is fitted for (default: all that the model takes)",
     )
+    p.add_argument(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="bits per element of codec position: what is over 2 and metadata gives some layers' "
+        "K or V 4 bits (default: 1/6 over)",
+    )
     p.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
     p.add_argument(
         "--engine",
@@ -68,6 +75,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             device=args.device,
             seed=args.seed,
             context=args.context,
+            bits=args.bits,
             progress=progress,
             engine=args.engine,
             tp=args.tp,
