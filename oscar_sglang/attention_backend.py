@@ -10,9 +10,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
 from .debug_tags import DebugTags
-from .hooks import config_of
 from .kernels import reference
 from .memory_pool import oscar_pool
+from .seam import config_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

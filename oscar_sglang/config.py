@@ -1,8 +1,9 @@
 """The one validated configuration object, and the only reader of our flags and environment.
 
 Flags exist twice: as ``--oscar-*`` on SGLang's command line and as ``oscar_*`` keywords of
-``sglang.Engine``. Both end in an ``OscarConfig`` that travels to the scheduler processes with
-SGLang's ``ServerArgs``.
+``sglang.Engine``. Both end in an ``OscarConfig``, which is written into the value of SGLang's own
+``kv_cache_dtype`` ("int2?codec=aligned&recent_tokens=64"): whatever copies, pickles or prints
+``ServerArgs`` then copies our options too.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
@@ -124,6 +127,14 @@ class OscarConfig:
             )
         return cls(**given)
 
+    @property
+    def dtype(self) -> str:
+        """The value of ``kv_cache_dtype`` that carries this configuration."""
+        defaults = OscarConfig()
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        query = urlencode({k: v for k, v in given.items() if v != getattr(defaults, k)}, safe="/")
+        return f"{KV_CACHE_DTYPE}?{query}" if query else KV_CACHE_DTYPE
+
     def with_artifact(self, path: Path, codec: str) -> OscarConfig:
         return replace(self, artifact=str(path), codec=codec)
 
@@ -131,6 +142,39 @@ class OscarConfig:
         """With the default of the model's kind, if none was asked for."""
         default = "reuse" if hybrid else "recompute"
         return replace(self, prefix_window=self.prefix_window or default)
+
+
+@lru_cache
+def config_of_dtype(dtype: str | None) -> OscarConfig | None:
+    """The configuration inside a value of ``kv_cache_dtype``; None if it is not int2's."""
+    name, _, query = (dtype or "").partition("?")
+    if name != KV_CACHE_DTYPE:
+        return None
+    options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
+    for key, value in options.items():
+        if key in _COUNTS and value.isdecimal():
+            options[key] = int(value)
+        elif key == "debug_tags" and value in ("True", "False"):
+            options[key] = value == "True"
+    return OscarConfig.from_options({PREFIX + key: value for key, value in options.items()})
+
+
+def fold_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` of ServerArgs with their ``oscar_*`` moved into ``kv_cache_dtype``."""
+    options = {k: v for k, v in kwargs.items() if k.startswith(PREFIX)}
+    rest = {k: v for k, v in kwargs.items() if k not in options}
+    given = {k: v for k, v in options.items() if v is not None}
+    config = config_of_dtype(rest.get("kv_cache_dtype"))
+    if config is None:
+        if given:
+            raise OscarError(
+                f"{', '.join(given)} given without --kv-cache-dtype {KV_CACHE_DTYPE}; add it "
+                "or drop them"
+            )
+        return rest
+    before = {PREFIX + f.name: getattr(config, f.name) for f in fields(config)}
+    rest["kv_cache_dtype"] = OscarConfig.from_options({**before, **given}).dtype
+    return rest
 
 
 def flag(field: str) -> str:

@@ -6,8 +6,6 @@ wants the whole list.
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,43 +15,9 @@ from typing import Any
 
 from . import __version__
 from .config import DISABLE_VARIABLE, OscarError, disabled
+from .ledger import Sources, changes, hook_problem, imports, problems, read_problem
 
 OK, NOTE, FAIL = "ok", "note", "fail"
-
-# Parameters each hook relies on, as they are in the pinned SGLang. __init__ is a dataclass's.
-SIGNATURES = {
-    "ServerArgs.add_cli_args": ("parser",),
-    "ServerArgs.from_cli_args": ("args",),
-    "ServerArgs.__init__": None,
-    "configure_kv_cache_dtype": ("server_args_kv_cache_dtype", "model", "model_dtype", "..."),
-    "KVCacheConfigurator._profile_available_bytes": ("self", "pre_model_load_memory"),
-    "DefaultPoolConfigurator._compute_cell_size": ("self", "kvc", "num_layers"),
-    "KVCacheConfigurator.resolve_max_num_reqs": ("self", "token_capacity"),
-    "KVCacheConfigurator._build_mha_kv_pool": (
-        *("self", "max_total_num_tokens", "mha_pool_class", "..."),
-    ),
-    "KVCacheConfigurator._build_hybrid_linear_kv_pool": (
-        *("self", "max_total_num_tokens", "req_to_token_pool", "mha_pool_class"),
-    ),
-    "ReqToTokenPool.clear": ("self",),
-    "support_triton": ("backend",),
-    "get_last_loc": ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
-    "PagedTokenToKVPoolAllocator.alloc_extend": (
-        *("self", "prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc"),
-        *("extend_num_tokens", "num_new_pages"),
-    ),
-    "PagedTokenToKVPoolAllocator.alloc_decode": ("self", "seq_lens", "seq_lens_cpu", "last_loc"),
-    "BasePrefixCache.swa_reprefill_tail_tokens": ("self",),
-    "UnifiedRadixCache.swa_reprefill_tail_tokens": ("self",),
-    "Scheduler.get_internal_state": ("self", "recv_req"),
-    "ReqToTokenPool.alloc": ("self", "reqs"),
-    "enable_fused_set_kv_buffer": ("forward_batch",),
-    "SchedulerMetricsReporter._init_metrics": ("self", "tp_rank", "pp_rank", "dp_rank"),
-    "SchedulerMetricsReporter.report_prefill_stats": ("self", "..."),
-    "SchedulerMetricsReporter.report_decode_stats": ("self", "..."),
-    "SchedulerMetricsReporter._maybe_log_idle_metrics": ("self",),
-    "SchedulerMetricsReporter.reset_metrics": ("self",),
-}
 
 
 @dataclass(frozen=True)
@@ -86,25 +50,22 @@ def examine(model: Path | None = None, artifact: Path | None = None) -> Iterator
 
 
 def versions() -> Iterator[Check]:
-    from .hooks import SGLANG_VERSION
+    from .hooks import SGLANG_VERSION, unfit
 
     yield Check("oscar-sglang", OK, f"{__version__}, Python {platform.python_version()}")
-    for name, wanted in (("sglang", SGLANG_VERSION), ("torch", None), ("transformers", None)):
+    for name in ("sglang", "torch", "transformers"):
         found = _version(name)
         if found is None:
-            yield Check(name, FAIL, f"not installed; pip install {name}" + _pin(wanted))
-        elif wanted and found != wanted:
-            yield Check(
-                name, FAIL, f"{found}, built for {wanted}; pip install {name}{_pin(wanted)}"
-            )
+            pin = f"=={SGLANG_VERSION}" if name == "sglang" else ""
+            yield Check(name, FAIL, f"not installed; pip install {name}{pin}")
+        elif name == "sglang" and (reason := unfit()):
+            yield Check(name, FAIL, reason)
+        elif name == "sglang" and found != SGLANG_VERSION:
+            yield Check(name, NOTE, f"{found}: fits, but all tests are from {SGLANG_VERSION}")
         else:
             yield Check(name, OK, found)
     triton = _version("triton")
     yield Check("triton", OK if triton else NOTE, triton or "not installed; a GPU needs it")
-
-
-def _pin(version: str | None) -> str:
-    return f"=={version}" if version else ""
 
 
 def _version(package: str) -> str | None:
@@ -164,12 +125,11 @@ def kernels(forms: tuple[str, ...]) -> Iterator[Check]:
 
 
 def hooks() -> Iterator[Check]:
-    """Each target as SGLang has it, then whether SGLang's plugin loader puts ours in place."""
+    """Each row of the ledger as the installed SGLang has it, then whether SGLang's plugin loader
+    puts the hooks in place."""
     from .hooks import HOOKS, missing_hooks
 
-    for hook in HOOKS:
-        name = short(hook.target)
-        yield Check(f"hook {name}", *signature(hook.target, SIGNATURES[name]))
+    yield from surface(Sources.installed())
     if disabled():
         return
     from sglang.srt.plugins import load_plugins
@@ -184,25 +144,48 @@ def hooks() -> Iterator[Check]:
         yield Check("hooks in place", OK, f"{len(HOOKS)} hooks and the attention backend")
 
 
-def short(target: str) -> str:
-    """``Class.method`` or ``function`` of a dotted path."""
-    *_, owner, name = target.split(".")
-    return f"{owner}.{name}" if owner[0].isupper() else name
+def surface(sources: Sources) -> Iterator[Check]:
+    """The whole patch surface, held against one SGLang's source."""
+    from .hooks import HOOKS, READS
+
+    for hook in HOOKS:
+        problem = hook_problem(hook, sources)
+        detail = f"({', '.join(hook.takes)})"
+        yield Check(f"hook {hook.name}", FAIL if problem else OK, problem or detail)
+    for read in READS:
+        problem = read_problem(read, sources)
+        name = read.owner.removesuffix(".*").rpartition(".")[2]
+        detail = f"{len(read.attributes)} attributes, by {read.by}"
+        yield Check(f"reads {name}", FAIL if problem else OK, problem or detail)
+    gone = problems((), (), sources)
+    yield Check("imports", FAIL if gone else OK, "; ".join(gone) or f"{len(imports())} names")
 
 
-def signature(target: str, expected: tuple[str, ...] | None) -> tuple[str, str]:
-    """Status and detail of one target; "..." in ``expected``: more may follow."""
+def port(path: Path) -> Iterator[Check]:
+    """``doctor --sglang``: what another SGLang, a wheel or a folder, changes for the plugin.
+
+    Only its source text is read: nothing of it need be installed.
+    """
+    from .hooks import HOOKS, SGLANG_VERSION
+
     try:
-        function = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError) as error:
-        return FAIL, f"target is gone: {error}"
-    if expected is None:
-        return OK, "found"
-    found = tuple(inspect.signature(function).parameters)
-    cut = expected[:-1] if expected[-1] == "..." else expected
-    if found[: len(cut)] != cut or (cut == expected and len(found) != len(cut)):
-        return FAIL, f"takes ({', '.join(found)}), expected ({', '.join(expected)})"
-    return OK, f"({', '.join(found)})"
+        other = Sources(path)
+    except (ValueError, OSError) as error:
+        yield Check("sglang", FAIL, str(error))
+        return
+    yield Check("sglang", NOTE, f"{other.version}, compared with what {SGLANG_VERSION} offers")
+    yield from surface(other)
+    try:
+        pinned = Sources.installed()
+    except ValueError:
+        yield Check("bodies", NOTE, f"install sglang {SGLANG_VERSION} to compare code as well")
+        return
+    if pinned.version != SGLANG_VERSION:
+        yield Check("bodies", NOTE, f"sglang {pinned.version} is installed, not {SGLANG_VERSION}")
+    elif changed := changes(HOOKS, pinned, other):
+        yield Check("bodies", NOTE, f"to be read again: {', '.join(changed)}")
+    else:
+        yield Check("bodies", OK, "every hooked function is the same to the letter")
 
 
 def options() -> Iterator[Check]:

@@ -87,9 +87,9 @@ def dump_running(scheduler: Any, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     names = []
     batches = (scheduler.running_batch, scheduler.last_batch)
-    running = {r.req_pool_idx: r for b in batches if b is not None for r in b.reqs}
+    running = {r.kv.req_pool_idx: r for b in batches if b is not None for r in b.reqs}
     for row, request in running.items():
-        if row is None or not (length := request.kv_committed_len):
+        if row is None or not (length := request.kv.kv_committed_len):
             continue
         name = f"{os.getpid()}-row{row}-{length}.npz"
         tokens = np.array([*request.origin_input_ids, *request.output_ids][:length])

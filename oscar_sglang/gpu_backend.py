@@ -18,7 +18,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from .attention_backend import refuse_layer
 from .gpu_probe import Probe
 from .gpu_tags import DEFAULT_EVERY, GpuTags
-from .hooks import config_of
 from .kernels import cuda_store
 from .kernels.accumulate import accumulate
 from .kernels.decode import DecodeAttention, DecodeStep
@@ -31,6 +30,7 @@ from .kernels.store import store
 from .kernels.views import TokenBatch, layer_view
 from .memory_pool import oscar_pool
 from .prefix_tiles import Tile, plan_tiles, to_device
+from .seam import config_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -1,408 +1,176 @@
-"""THE patch surface: every touch on SGLang is one row of ``HOOKS`` (or the backend registry).
+"""THE patch surface: every touch on SGLang is a row of HOOKS or READS, or goes by its registries.
 
 SGLang only logs a plugin or hook that fails and would then serve a BF16 cache, so ``verify``
-checks, in every process that is about to use int2, that each row is really in place.
-
-One long file on purpose: a hook's function, why it is there and until when are read together when
-SGLang changes, and what a hook does beyond choosing is in other modules.
+checks, in every process that is about to use int2, that each row is really in place. How the rows
+are held against another SGLang: ``ledger.py``, ``oscar-sglang doctor --sglang``.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
-import sys
-from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+import multiprocessing
+from functools import cache
 from typing import Any
 
-from .config import (
-    ATTENTION_BACKEND,
-    DISABLE_VARIABLE,
-    KV_CACHE_DTYPE,
-    OscarConfig,
-    OscarError,
-    add_arguments,
-    disabled,
-    option_names,
-)
+from .config import ATTENTION_BACKEND, DISABLE_VARIABLE, KV_CACHE_DTYPE, OscarError, disabled
+from .ledger import Hook, Read, Sources, problems, same_release
+from .seam import enabled
 
 logger = logging.getLogger(__name__)
 
-SGLANG_VERSION = "0.5.17"
+SGLANG_VERSION = "0.5.23"  # the one all tests and figures are from
 
-_cli_options: ContextVar[dict[str, Any] | None] = ContextVar("oscar_cli_options", default=None)
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_KVC = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_SIZES = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_BATCH = "sglang.srt.managers.schedule_batch"
+_REPORT_UNTIL = "pools can report their state"
 
-
-@dataclass(frozen=True)
-class Hook:
-    """One patched function: ``kind`` is SGLang's HookType name, ``until`` when it can go."""
-
-    target: str
-    kind: str
-    function: Callable
-    why: str
-    until: str
-
-
-def enabled(obj: Any) -> bool:
-    """Whether int2 was asked for. ``obj`` is a ServerArgs or anything holding ``server_args``."""
-    return getattr(getattr(obj, "server_args", obj), "kv_cache_dtype", None) == KV_CACHE_DTYPE
-
-
-def config_of(server_args: Any) -> OscarConfig:
-    config = getattr(server_args, "oscar_config", None)
-    if config is None:
-        raise OscarError(
-            "these ServerArgs were copied without their oscar options; pass the options again "
-            "(Ray and data-parallel copies are not supported yet)"
-        )
-    return config
-
-
-# -- command line and arguments ----------------------------------------------------------------
-
-
-def _add_cli_args(result: Any, parser: Any) -> None:
-    choices = parser._option_string_actions["--kv-cache-dtype"].choices
-    if KV_CACHE_DTYPE not in choices:
-        choices.append(KV_CACHE_DTYPE)
-    add_arguments(parser)
-
-
-def _from_cli_args(original: Callable, cls: type, args: Any) -> Any:
-    token = _cli_options.set({name: getattr(args, name, None) for name in option_names()})
-    try:
-        return original(cls, args)
-    except OscarError as error:
-        sys.exit(f"oscar: {error}")
-    finally:
-        _cli_options.reset(token)
-
-
-def _init_server_args(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    options = {k: kwargs.pop(k) for k in list(kwargs) if k.startswith("oscar_")}
-    options = {**(_cli_options.get() or {}), **options}
-    if kwargs.get("kv_cache_dtype") != KV_CACHE_DTYPE:
-        if given := [k for k, v in options.items() if v is not None]:
-            raise OscarError(
-                f"{', '.join(given)} given without --kv-cache-dtype {KV_CACHE_DTYPE}; add it "
-                "or drop them"
-            )
-        return original(self, *args, **kwargs)
-
-    from .startup import finish_arguments, prepare_arguments
-
-    check_version()
-    verify()
-    config = OscarConfig.from_options(options)
-    original(self, *args, **prepare_arguments(kwargs, config))
-    self.override("oscar", oscar_config=finish_arguments(self, config))
-
-
-# -- pool --------------------------------------------------------------------------------------
-
-
-def plan_of(kvc: Any) -> Any:
-    """The rank's ``MemoryPlan``; kept on its ModelConfig, as KVCacheConfigurator has slots."""
-    return kvc.model_config.oscar_plan
-
-
-def _set_plan(kvc: Any, plan: Any) -> None:
-    kvc.model_config.oscar_plan = plan
-
-
-def _kv_cache_dtype(original: Callable, **kwargs: Any) -> Any:
-    if kwargs["server_args_kv_cache_dtype"] != KV_CACHE_DTYPE:
-        return original(**kwargs)
-    check_version()
-    verify()
-    return None, kwargs["model_dtype"]
-
-
-def _available_bytes(result: int, self: Any, *_args: Any, **_kwargs: Any) -> int | None:
-    if not enabled(self):
-        return None
-    from .sizing import plan_for
-
-    plan = plan_for(self, config_of(self.server_args), result)
-    _set_plan(self, plan)
-    remaining = result - plan.fixed_bytes
-    gib = 2**30
-    if remaining <= 0:
-        raise OscarError(
-            f"exact windows of {plan.rows - 1} running requests, sink cache and scratch need "
-            f"{plan.fixed_bytes / gib:.2f} GB, but only {result / gib:.2f} GB are free for the KV "
-            "cache; lower --max-running-requests or --oscar-recent-tokens, or raise "
-            "--mem-fraction-static"
-        )
-    if remaining < result / 2:
-        logger.warning(
-            "oscar: %.2f of %.2f GB go to exact windows, sink cache and scratch; lower "
-            "--max-running-requests (%d) to hold more tokens",
-            plan.fixed_bytes / gib,
-            result / gib,
-            plan.rows - 1,
-        )
-    return remaining
-
-
-def _cell_size(original: Callable, self: Any, kvc: Any, num_layers: int) -> int:
-    if not enabled(kvc):
-        return original(self, kvc, num_layers)
-    from .sizing import tag_bytes
-
-    return plan_of(kvc).bytes_per_token + tag_bytes(config_of(kvc.server_args), kvc.device)
-
-
-def _max_num_reqs(original: Callable, self: Any, token_capacity: int) -> int:
-    if not enabled(self):
-        return original(self, token_capacity)
-    plan = plan_of(self)
-    requests = min(original(self, token_capacity), plan.rows - 1)
-    _set_plan(self, replace(plan, rows=requests + 1))
-    return requests
-
-
-def _build_pool(original: Callable, self: Any, **kwargs: Any) -> Any:
-    if not enabled(self):
-        return original(self, **kwargs)
-    from .memory_pool import OscarKVPool, oscar_pool
-    from .startup import pool_setup
-
-    kwargs["mha_pool_class"] = functools.partial(OscarKVPool, setup=pool_setup(self))
-    pool = original(self, **kwargs)
-    if oscar_pool(pool) is None:
-        raise OscarError(f"SGLang built a {type(pool).__name__} instead of the int2 pool")
-    return pool
-
-
-def _clear_requests(original: Callable, self: Any) -> None:
-    generation = self.req_generation.clone()
-    original(self)
-    self.req_generation.copy_(generation)
-
-
-# -- run time ----------------------------------------------------------------------------------
-
-
-def _fused_store(original: Callable, forward_batch: Any) -> bool:
-    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
-
-    from .memory_pool import oscar_pool
-
-    return oscar_pool(get_token_to_kv_pool()) is None and original(forward_batch)
-
-
-def _reprefill_tail(original: Callable, self: Any) -> int:
-    """Tokens at the end of a prompt that are computed even if they are cached."""
-    from .hybrid import attention_pool
-
-    allocator = getattr(self, "token_to_kv_pool_allocator", None)  # None: a simulated tree
-    setup = getattr(attention_pool(allocator and allocator.get_kvcache()), "setup", None)
-    return max(original(self), getattr(setup, "reprefill_tail", 0))
-
-
-def _support_triton(original: Callable, backend: str) -> bool:
-    return original("torch_native" if backend == ATTENTION_BACKEND and _on_cpu() else backend)
-
-
-def _last_loc(original: Callable, req_to_token: Any, rows: Any, prefix_lens: Any) -> Any:
-    if req_to_token.device.type != "cpu":
-        return original(req_to_token, rows, prefix_lens)
-    from sglang.srt.mem_cache.allocation import get_last_loc_torch
-
-    return get_last_loc_torch(req_to_token, rows, prefix_lens)
-
-
-def _on_cpu() -> bool:
-    from sglang.srt.utils import is_cpu
-
-    return is_cpu()
-
-
-def _lazy(module: str, name: str) -> Callable:
-    """A function of a module that imports torch: loaded when SGLang first calls it."""
-
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(f".{module}", __package__), name)(*args, **kwargs)
-
-    return hook
-
-
-_ARGS = "sglang.srt.server_args.ServerArgs."
-_KVC = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
-_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter."
-
+# fmt: off
 HOOKS = (
-    Hook(
-        _ARGS + "add_cli_args",
-        "AFTER",
-        _add_cli_args,
-        why="--kv-cache-dtype has a closed choice list; plugins have no place for flags",
-        until="SGLang lets plugins add flags",
-    ),
-    Hook(
-        _ARGS + "from_cli_args",
-        "AROUND",
-        _from_cli_args,
-        why="it drops flags that are not ServerArgs fields",
-        until="SGLang lets plugins add flags",
-    ),
-    Hook(
-        _ARGS + "__init__",
-        "AROUND",
-        _init_server_args,
-        why="the one point that the command line and Engine(...) share, before weights load",
-        until="SGLang has a validation hook for plugins",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype",
-        "AROUND",
-        _kv_cache_dtype,
-        why="closed if-chain over dtype names",
-        until="SGLang has a KV dtype registry",
-    ),
-    Hook(
-        _KVC + "_profile_available_bytes",
-        "AFTER",
-        _available_bytes,
-        why="windows, sink cache and scratch are paid before tokens are counted",
-        until="pools can declare a fixed cost",
-    ),
-    Hook(
-        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
-        "AROUND",
-        _cell_size,
-        why="bytes per token are derived from the dtype's item size",
-        until="pools can declare their bytes per token",
-    ),
-    Hook(
-        _KVC + "resolve_max_num_reqs",
-        "AROUND",
-        _max_num_reqs,
-        why="every request row owns exact windows, so rows are part of the memory plan",
-        until="pools can declare a cost per request",
-    ),
-    *(
-        Hook(
-            _KVC + name,
-            "AROUND",
-            _build_pool,
-            why=f"the pool class{whose} is chosen in a closed if-chain",
-            until="SGLang has a pool registry",
-        )
-        for name, whose in (
-            ("_build_mha_kv_pool", ""),
-            ("_build_hybrid_linear_kv_pool", " of a hybrid model's attention layers"),
-        )
-    ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
-        "AROUND",
-        _clear_requests,
-        why="/flush_cache resets req_generation to 0, so a later request could look like the "
-        "one that held its row before",
-        until="req_generation is monotonic",
-    ),
-    Hook(
-        "sglang.srt.utils.common.support_triton",
-        "AROUND",
-        _support_triton,
-        why="backends it does not know by name count as able to launch Triton, also on a CPU",
-        until="the backend answers for itself",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.allocation.get_last_loc",
-        "AROUND",
-        _last_loc,
-        why="same decision by name, in another place",
-        until="the backend answers for itself",
-    ),
-    *(
-        Hook(
-            f"sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.{name}",
-            "AROUND",
-            _lazy("cpu_paging", name),
-            why="page sizes above 1 launch Triton kernels, also on a CPU",
-            until="SGLang's paged allocator has a form for the CPU",
-        )
-        for name in ("alloc_extend", "alloc_decode")
-    ),
-    Hook(
-        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
-        "AROUND",
-        _fused_store,
-        why="Qwen3-MoE and others store K and V while they apply RoPE, if the pool says bfloat16",
-        until="SGLang asks the pool",
-    ),
-    *(
-        Hook(
-            f"sglang.srt.mem_cache.{tree}.swa_reprefill_tail_tokens",
-            "AROUND",
-            _reprefill_tail,
-            why="--oscar-prefix-window recompute: where SGLang caps a match for its own rings",
-            until="a pool can ask for it",
-        )
-        for tree in ("base_prefix_cache.BasePrefixCache", "unified_radix_cache.UnifiedRadixCache")
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        "AFTER",
-        _lazy("metrics", "after_internal_state"),
-        why="/server_info shows tokens and bytes per segment",
-        until="SGLang lets pools report their state",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
-        "AROUND",
-        _lazy("metrics", "remember_prefix"),
-        why="exact tokens of a request are counted from where its ring begins",
-        until="SGLang keeps the first prefix length of a request",
-    ),
-    Hook(
-        _REPORTER + "_init_metrics",
-        "AFTER",
-        _lazy("metrics", "after_init"),
-        why="our gauges are registered beside SGLang's",
-        until="SGLang lets pools report their state",
-    ),
-    *(
-        Hook(
-            _REPORTER + name,
-            "AFTER",
-            _lazy("metrics", "after_report"),
-            why="our gauges and log line at SGLang's own interval",
-            until="SGLang lets pools report their state",
-        )
-        for name in ("report_prefill_stats", "report_decode_stats", "_maybe_log_idle_metrics")
-    ),
-    Hook(
-        _REPORTER + "reset_metrics",
-        "AFTER",
-        _lazy("metrics", "after_reset"),
-        why="/flush_cache empties the cache without any report",
-        until="SGLang lets pools report their state",
-    ),
+    Hook(f"{_ARGS}.add_cli_args", "AFTER", "arguments.add_cli_args", ("parser",),
+         why="--kv-cache-dtype has a closed choice list", until="plugins may add flags"),
+    Hook(f"{_ARGS}.from_cli_args", "AROUND", "arguments.from_cli_args", ("args",),
+         why="it drops flags that are no fields", until="plugins may add flags"),
+    Hook(f"{_ARGS}.resolve_once", "AROUND", "arguments.resolve", ("self",),
+         why="our decisions come before the first named step, our checks after the last",
+         until="register_resolution_hook knows a first and a last step"),
+    Hook("sglang.srt.mem_cache.kv_cache_dtype.configure_kv_cache_dtype", "AROUND",
+         "rank.kv_cache_dtype", ("server_args_kv_cache_dtype", "model", "model_dtype", "..."),
+         why="closed if-chain over names", until="SGLang has a KV dtype registry"),
+    Hook(f"{_KVC}._profile_available_bytes", "AFTER", "rank.available_bytes",
+         ("self", "pre_model_load_memory"),
+         why="windows, sinks and scratch come first", until="pools can declare a fixed cost"),
+    Hook(f"{_SIZES}._compute_cell_size", "AROUND", "rank.cell_size", ("self", "kvc", "num_layers"),
+         why="derived from the dtype's item size", until="pools can declare bytes per token"),
+    Hook(f"{_KVC}.resolve_max_num_reqs", "AROUND", "rank.max_num_reqs", ("self", "token_capacity"),
+         why="every request row owns exact windows", until="pools can declare a cost per request"),
+    Hook(f"{_KVC}._build_mha_kv_pool", "AROUND", "rank.build_pool",
+         ("self", "max_total_num_tokens", "mha_pool_class", "..."),
+         why="the pool class is chosen in a closed if-chain", until="SGLang has a pool registry"),
+    Hook(f"{_KVC}._build_hybrid_linear_kv_pool", "AROUND", "rank.build_pool",
+         ("self", "max_total_num_tokens", "req_to_token_pool", "mha_pool_class", "..."),
+         why="the same for a hybrid model's attention layers", until="SGLang has a pool registry"),
+    Hook("sglang.srt.mem_cache.allocation.get_last_loc", "AROUND", "lifecycle.last_loc",
+         ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+         why="backends unknown by name count as able to launch Triton, also on a CPU",
+         until="the backend answers for itself"),
+    Hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", "AROUND", "lifecycle.fused_store",
+         ("forward_batch",),
+         why="models store K and V while they apply RoPE if the pool says bfloat16",
+         until="SGLang asks the pool"),
+    Hook("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.swa_reprefill_tail_tokens",
+         "AROUND", "lifecycle.reprefill_tail", ("self", "req"),
+         why="--oscar-prefix-window recompute", until="a pool can ask for it"),
+    Hook("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.swa_reprefill_tail_tokens",
+         "AROUND", "lifecycle.reprefill_tail", ("self", "req"),
+         why="--oscar-prefix-window recompute", until="a pool can ask for it"),
+    Hook(f"{_POOLS}.ReqToTokenPool.alloc", "AROUND", "lifecycle.remember_prefix", ("self", "reqs"),
+         why="exact tokens are counted from where a row's ring begins",
+         until="SGLang keeps the first prefix length of a row"),
+    Hook(f"{_SCHEDULER}.get_internal_state", "AFTER", "metrics.after_internal_state",
+         ("self", "recv_req"), why="/server_info", until=_REPORT_UNTIL),
+    Hook(f"{_REPORTER}._init_metrics", "AFTER", "metrics.after_init", ("self",),
+         why="our gauges are registered beside SGLang's", until=_REPORT_UNTIL),
+    *(Hook(f"{_REPORTER}.{name}", "AFTER", "metrics.after_report", takes,
+           why="our gauges and log line at SGLang's own interval", until=_REPORT_UNTIL)
+      for name, takes in (("report_prefill_stats", ("self", "...")),
+                          ("report_decode_stats", ("self", "...")),
+                          ("_maybe_log_idle_metrics", ("self",)))),
+    Hook(f"{_REPORTER}.reset_metrics", "AFTER", "metrics.after_reset", ("self",),
+         why="/flush_cache empties the cache without a report", until=_REPORT_UNTIL),
 )
 
+# What our modules read of SGLang's objects outside the hooks' parameters. "PACKAGE.*": any class
+# in it, which is how ServerArgs gets its fields.
+READS = (
+    Read("sglang.srt.arg_groups.fields.*", (
+        "attention_backend", "chunked_prefill_size", "cuda_graph_config", "device",
+        "disaggregation_mode", "kv_cache_dtype", "load_format", "max_running_requests",
+        "max_total_tokens", "mem_fraction_static", "model_path", "page_size", "revision",
+        "tp_size"), by="startup, refusals, sizing, sglang_stats"),
+    Read(_ARGS, ("resolve_once",), by="arguments, sglang_stats"),
+    Read(_ENGINE, ("server_args_class",), by="arguments"),
+    Read(_KVC, ("attn_dp_size", "device", "layer_info", "mambaish_config", "model_config",
+                "model_dtype", "server_args"), by="rank, sizing, startup, hybrid"),
+    Read("sglang.srt.configs.model_config.ModelConfig", (
+        "attention_arch", "attention_chunk_size", "context_len", "get_num_kv_heads",
+        "get_total_num_kv_heads", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
+        "is_hybrid_swa", "num_attention_heads", "num_hidden_layers", "v_head_dim"),
+         by="refusals, sizing, sglang_stats"),
+    Read("sglang.srt.model_executor.model_runner.ModelRunner", (
+        "attn_backend", "device", "forward", "model", "model_config", "req_to_token_pool",
+        "server_args", "token_to_kv_pool"), by="backends, sglang_stats"),
+    Read("sglang.srt.model_executor.forward_batch_info.ForwardBatch", (
+        "batch_size", "extend_num_tokens", "extend_prefix_lens", "extend_prefix_lens_cpu",
+        "extend_seq_lens", "extend_seq_lens_cpu", "forward_mode", "input_ids", "out_cache_loc",
+        "positions", "req_pool_indices", "seq_lens"), by="backends"),
+    Read("sglang.srt.layers.radix_attention.RadixAttention", (
+        "attn_type", "is_cross_attention", "layer_id", "logit_cap", "qk_head_dim", "scaling",
+        "sliding_window_size", "tp_k_head_num", "tp_q_head_num", "tp_v_head_num", "v_head_dim"),
+         by="backends"),
+    Read("sglang.srt.layers.attention.base_attn_backend.AttentionBackend", (
+        "forward_decode", "forward_extend", "get_cuda_graph_seq_len_fill_value",
+        "init_cuda_graph_state", "init_forward_metadata", "init_forward_metadata_in_graph",
+        "init_forward_metadata_out_graph"), by="backends (overridden)"),
+    Read(f"{_POOLS}.MHATokenToKVPool", (
+        "_create_buffers", "device", "dtype", "get_cpu_copy", "get_kv_size_bytes", "head_dim",
+        "head_num", "layer_num", "load_cpu_copy", "memory_saver_adapter", "move_kv_cache",
+        "page_size", "set_kv_buffer", "size", "start_layer"), by="memory_pool"),
+    Read(f"{_POOLS}.HybridLinearKVPool", ("full_kv_pool",), by="hybrid"),
+    Read(f"{_POOLS}.ReqToTokenPool", ("req_generation", "req_to_token"), by="backends, dump"),
+    Read("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", (
+        "available_size", "get_kvcache"), by="metrics, dump, lifecycle"),
+    Read(f"{_BATCH}.Req", ("kv", "origin_input_ids", "output_ids", "prefix_len", "rid"),
+         by="metrics, dump, lifecycle"),
+    Read(f"{_BATCH}.ReqKvInfo", ("holds_kv", "kv_committed_len", "req_pool_idx"),
+         by="metrics, dump, lifecycle"),
+    Read(f"{_BATCH}.ScheduleBatch", ("reqs",), by="metrics, dump"),
+    Read(_SCHEDULER, ("cur_batch_for_debug", "last_batch", "metrics_reporter", "req_to_token_pool",
+                      "running_batch", "server_args", "token_to_kv_pool_allocator"),
+         by="metrics, dump"),
+    Read(_REPORTER, ("current_scheduler_metrics_enabled", "is_stats_logging_rank",
+                     "last_decode_stats_tic", "last_prefill_stats_tic", "metrics_collector",
+                     "scheduler"), by="metrics"),
+    Read("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector", (
+        "_counter_cls", "_gauge_cls", "labels", "last_log_time"), by="metrics"),
+)
+# fmt: on
 
-def check_version() -> None:
+
+def found_problems(sources: Sources) -> list[str]:
+    """Rows that ``sources`` does not have as they are here, a sentence each."""
+    return problems(HOOKS, READS, sources)
+
+
+@cache
+def unfit() -> str | None:
+    """Why the installed SGLang cannot serve int2, or None.
+
+    The pinned version is known to fit; of a newer one the rows decide, and an older one is refused.
+    """
     import sglang
 
-    if sglang.__version__ != SGLANG_VERSION:
-        raise OscarError(
-            f"--kv-cache-dtype int2 is built for sglang {SGLANG_VERSION}, found "
-            f"{sglang.__version__}; pip install sglang=={SGLANG_VERSION}, or drop the flag"
-        )
+    version = sglang.__version__
+    if same_release(version, SGLANG_VERSION) == 0:
+        return None
+    advice = f"pip install sglang=={SGLANG_VERSION}, or drop --kv-cache-dtype {KV_CACHE_DTYPE}"
+    built = f"--kv-cache-dtype {KV_CACHE_DTYPE} is built for sglang {SGLANG_VERSION}"
+    if same_release(version, SGLANG_VERSION) < 0:
+        return f"{built}, found the older {version}; {advice}"
+    if broken := found_problems(Sources.installed()):
+        return f"{built}; {version} has changed what it relies on: {'; '.join(broken)}. {advice}"
+    return None
 
 
 def register() -> None:
     """Entry point of group ``sglang.srt.plugins``; SGLang applies the hooks afterwards.
 
-    With another SGLang only the argument hooks go in: they refuse int2 with a message.
+    With an SGLang that does not fit only the argument hooks go in: they refuse int2 with a message.
     """
     if disabled():
         # int2 and --oscar-* are then unknown to SGLang's own parser: refused, not served in BF16.
@@ -412,16 +180,39 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = HOOKS
-    if sglang.__version__ != SGLANG_VERSION:
-        hooks = tuple(h for h in HOOKS if h.target.startswith(_ARGS))
+    if unfit():
+        hooks = tuple(h for h in HOOKS if h.target.startswith(_ARGS + "."))
     else:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.server_args import add_attention_backend_choices
 
         register_attention_backend(ATTENTION_BACKEND)(_create_backend)
         add_attention_backend_choices([ATTENTION_BACKEND])
+        if sglang.__version__ != SGLANG_VERSION:
+            logger.warning(
+                "oscar: tested with sglang %s; %s has all that int2 relies on, but was not tested",
+                SGLANG_VERSION,
+                sglang.__version__,
+            )
     for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+        HookRegistry.register(hook.target, hook.call, HookType[hook.kind])
+    if _launches():
+        _take_engine_keywords()
+
+
+def _launches() -> bool:
+    """Whether an ``Engine`` may be made here: worker processes need not import it."""
+    return multiprocessing.parent_process() is None
+
+
+def _take_engine_keywords() -> None:
+    """``Engine(oscar_...=...)``: its arguments' class is an attribute, which no hook replaces."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    from .arguments import engine_arguments
+
+    if not hasattr(Engine.server_args_class, "__wrapped__"):
+        Engine.server_args_class = engine_arguments(Engine.server_args_class)
 
 
 def _create_backend(runner: Any) -> Any:
@@ -449,7 +240,7 @@ def _create_backend(runner: Any) -> Any:
 
 
 def missing_hooks() -> list[str]:
-    """Targets of ``HOOKS`` that are not in place in this process."""
+    """Targets of ``HOOKS``, and entries of registries, that are not in place in this process."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -457,15 +248,23 @@ def missing_hooks() -> list[str]:
         h.target
         for h in HOOKS
         if h.target not in HookRegistry._patched
-        or all(f is not h.function for _, f, _ in HookRegistry._hooks[h.target])
+        or all(f is not h.call for _, f, _ in HookRegistry._hooks[h.target])
     ]
     if ATTENTION_BACKENDS.get(ATTENTION_BACKEND) is not _create_backend:
         missing.append(f"attention backend {ATTENTION_BACKEND}")
     return missing
 
 
+def hooks_in_place() -> tuple[int, int]:
+    """How many are in place, and how many there should be (with the attention backend)."""
+    total = len(HOOKS) + 1
+    return total - len(missing_hooks()), total
+
+
 def verify() -> None:
-    """Stop instead of serving BF16: every hook must be in place."""
+    """Stop instead of serving BF16: the SGLang must fit, every hook must be in place."""
+    if reason := unfit():
+        raise OscarError(reason)
     if missing := missing_hooks():
         raise OscarError(
             f"{len(missing)} of {len(HOOKS) + 1} hooks are not in place ({', '.join(missing)}); "

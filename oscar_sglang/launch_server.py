@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils.common import kill_process_tree
 
     load_plugins()
     server_args = prepare_server_args(argv)

@@ -102,7 +102,6 @@ class OscarKVPool(MHATokenToKVPool):
             self.decode_attention = setup.decode_attention
             if self.decode_attention is not None:
                 self.decode_attention.allocate()
-        self._log_memory()
 
     def part_bytes(self) -> dict[str, int]:
         """Bytes really allocated, part by part."""
@@ -137,10 +136,9 @@ class OscarKVPool(MHATokenToKVPool):
         total = sum(self.part_bytes().values())
         return total - total // 2, total // 2  # K and V cost the same
 
-    def _log_memory(self) -> None:
-        from .hooks import HOOKS, missing_hooks
-
-        setup, hooks = self.setup, len(HOOKS) + 1  # and the attention backend
+    def log_memory(self, hooks: tuple[int, int]) -> None:
+        """``hooks``: in place, and in all."""
+        setup = self.setup
         for line in block(
             setup.plan,
             self.size,
@@ -148,7 +146,7 @@ class OscarKVPool(MHATokenToKVPool):
             sum(self.planned_bytes().values()),
             setup.spec.name,
             setup.artifact_id,
-            (hooks - len(missing_hooks()), hooks),
+            hooks,
         ):
             logger.info("oscar: %s", line)
 

@@ -8,7 +8,7 @@ counted on the device are fetched by a copy that nobody waits for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from .dump import after_server_info
 from .hybrid import attention_pool
 from .kernels.layout import WindowLayout
+from .lifecycle import ring_start
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +74,14 @@ def window_tokens(
     return total
 
 
-def remember_prefix(original: Callable, self: Any, reqs: list) -> Any:
-    """AROUND ReqToTokenPool.alloc: where the ring of a request that gets a row begins."""
-    fresh = [req for req in reqs if req.req_pool_idx is None]
-    rows = original(self, reqs)
-    if rows is not None:
-        for req in fresh:
-            req.oscar_recent_start = len(req.prefix_indices)
-    return rows
-
-
 def _running(scheduler: Any) -> list[tuple[int, int]]:
     """(first position in the ring, tokens in the cache) of every request that owns a row."""
-    found = {}
+    found, rows = {}, scheduler.req_to_token_pool
     for batch in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug):
         for req in batch.reqs if batch is not None else ():
-            if req.req_pool_idx is not None:
-                found[req.req_pool_idx] = (req.oscar_recent_start, req.kv_committed_len)
+            if req.kv.holds_kv:
+                row = req.kv.req_pool_idx
+                found[row] = (ring_start(rows, row), req.kv.kv_committed_len)
     return list(found.values())
 
 
@@ -167,7 +159,7 @@ def reporter_of(metrics: Any) -> Reporter | None:
 
 def after_init(result: Any, self: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER SchedulerMetricsReporter._init_metrics: the scheduler is ready, graphs are captured."""
-    from .hooks import enabled
+    from .seam import enabled
 
     if not enabled(self.scheduler):
         return

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .bare_runner import bare_runner, resolved_arguments
 from .calibration.collect import Accumulator, Progress
 from .calibration.errors import CalibrationError
 from .calibration.rope import PROBE_TOKENS, checked, turning
@@ -200,10 +201,9 @@ def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str
     if device == "cpu":
         enter_cpu_mode()
         flags = {"dtype": "float32", "attention_backend": "torch_native"} | flags
-    from sglang.benchmark import one_batch
-    from sglang.srt.server_args import PortArgs, ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-    args = ServerArgs(
+    args = resolved_arguments(
         model_path=str(model_dir),
         device=device.partition(":")[0],
         disable_cuda_graph=True,
@@ -214,14 +214,12 @@ def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str
         mem_fraction_static=0.8,
         **flags,
     )
-    kv_heads = args.get_model_config().get_total_num_kv_heads()
-    if kv_heads % args.tp_size:
+    kv_heads, ranks = model_config_of(args).get_total_num_kv_heads(), resolving_view(args).tp_size
+    if kv_heads % ranks:
         raise CalibrationError(
-            f"{args.tp_size} ranks cannot share {kv_heads} KV heads evenly; use fewer (--tp)"
+            f"{ranks} ranks cannot share {kv_heads} KV heads evenly; use fewer (--tp)"
         )
-    set_global_server_args_for_scheduler(args)
-    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), rank, rank)
-    return loaded.torch_runner
+    return bare_runner(args, rank)
 
 
 def _prefill(runner, ids: torch.Tensor):

@@ -122,7 +122,7 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
         head_dim=kvc.model_config.head_dim,
         itemsize=kvc.model_dtype.itemsize,
         budget_bytes=budget_bytes,
-        max_running_requests=requested and max(1, requested // kvc.ps.attn_dp_size),
+        max_running_requests=requested and max(1, requested // kvc.attn_dp_size),
         device=kvc.device,
         context_length=kvc.model_config.context_len,
         max_total_tokens=get_schedule().max_total_tokens,
@@ -135,7 +135,7 @@ def with_workspace(kvc: Any, plan: MemoryPlan, attention: Any) -> MemoryPlan:
     """``plan`` with the buffers of ``decode_attention`` and of prefill attention on this GPU."""
     if attention is None:
         return plan
-    from .hooks import config_of
+    from .seam import config_of
     from .varlen import workspace_bytes
 
     prefill = workspace_bytes(config_of(kvc.server_args).prefill_attention)

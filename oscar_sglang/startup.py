@@ -31,17 +31,18 @@ _GPU_PAGE_SIZE = 16
 _ROW_SLACK = 16  # SGLang's request rows are a few tokens longer than the context
 
 
-def prepare_arguments(kwargs: dict[str, Any], config: OscarConfig) -> dict[str, Any]:
-    """Refuse what contradicts int2 and fill in what int2 decides, before SGLang resolves them."""
-    refuse_options(_Namespace(kwargs))
-    kwargs = dict(kwargs, attention_backend=ATTENTION_BACKEND)
-    on_cpu = kwargs.get("device") == "cpu"
-    codec = _codec_of(config)
-    if kwargs.get("page_size") is None:
+def prepare_arguments(view: Any, config: OscarConfig) -> dict[str, Any]:
+    """Refuse what contradicts int2; what int2 decides, before SGLang resolves the rest of it.
+
+    ``view``: SGLang's live view of its arguments.
+    """
+    refuse_options(view)
+    codec, page_size = _codec_of(config), view.page_size
+    if page_size is None:
         block = CODECS[codec].block
-        kwargs["page_size"] = block if block > 1 else 1 if on_cpu else _GPU_PAGE_SIZE
-    refuse_page_size(kwargs["page_size"], codec)
-    return kwargs
+        page_size = block if block > 1 else 1 if view.device == "cpu" else _GPU_PAGE_SIZE
+    refuse_page_size(page_size, codec)
+    return {"attention_backend": ATTENTION_BACKEND, "page_size": page_size}
 
 
 def _codec_of(config: OscarConfig) -> str:
@@ -56,49 +57,43 @@ def _codec_of(config: OscarConfig) -> str:
         raise OscarError(str(error)) from error
 
 
-class _Namespace:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarConfig:
+    """Check the resolved arguments and the model, then find or make the artifact."""
+    from sglang.srt.arg_groups.overrides import model_config_of
 
-
-def finish_arguments(server_args: Any, config: OscarConfig) -> OscarConfig:
-    """Check the resolved arguments and the model, then find or make the artifact.
-
-    Runs in the launching process, before any weight is loaded for serving.
-    """
-    refuse_options(server_args)
+    refuse_options(view)
     portable_kernels()  # refuses what it does not know
-    refuse_page_size(server_args.page_size, _codec_of(config))
-    if config.debug_tags_every is not None and server_args.device == "cpu":
+    refuse_page_size(view.page_size, _codec_of(config))
+    if config.debug_tags_every is not None and view.device == "cpu":
         raise OscarError(
             "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
         )
-    model = server_args.get_model_config()
-    refuse_model(model, server_args.tp_size)
-    library = choose_library(config.prefill_attention, torch.device(server_args.device))
+    model = model_config_of(server_args)
+    refuse_model(model, view.tp_size)
+    library = choose_library(config.prefill_attention, torch.device(view.device))
     config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
-    config = config.with_artifact(*_find_artifact(server_args, config))
-    if config.codec == "position" and server_args.device != "cpu":
+    config = config.with_artifact(*_find_artifact(view, config, model.context_len))
+    if config.codec == "position" and view.device != "cpu":
         raise OscarError("codec position has no GPU kernels yet; choose another --oscar-codec")
     return config
 
 
-def model_dir(server_args: Any) -> Path:
+def model_dir(view: Any) -> Path:
     """The model's local folder; a hub name is downloaded to the cache SGLang itself uses."""
-    path = Path(server_args.model_path)
+    path = Path(view.model_path)
     if path.exists():
         return path
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(server_args.model_path, revision=server_args.revision))
+    return Path(snapshot_download(view.model_path, revision=view.revision))
 
 
-def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
-    """The artifact's file and its codec."""
+def _find_artifact(view: Any, config: OscarConfig, context: int) -> tuple[Path, str]:
+    """The artifact's file and its codec. ``context``: tokens that a request may have."""
     from . import artifact as art
 
-    folder = model_dir(server_args)
+    folder = model_dir(view)
     codec = _codec_of(config)
     try:
         fingerprint = art.Fingerprint.of(folder)
@@ -112,9 +107,9 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
             found = art.load(path)
             art.check(found, fingerprint, config.codec)
             _check_omni(path, found, config)
-            _warn_context(found, server_args)
+            _warn_context(found, context)
             return path, found.codec
-        if server_args.load_format == "dummy":
+        if view.load_format == "dummy":
             logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
             return _save_temporary(art.data_free(fingerprint, codec, config.omni_options)), codec
         from .calibration import CalibrationError, ensure_artifact
@@ -125,15 +120,15 @@ def _find_artifact(server_args: Any, config: OscarConfig) -> tuple[Path, str]:
             raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
         log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
-        _warn_context(made, server_args)
+        _warn_context(made, context)
         return path or _save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
 
 
-def _warn_context(artifact: Any, server_args: Any) -> None:
+def _warn_context(artifact: Any, served: int) -> None:
     """Say so when requests may be longer than what the codec was fitted for."""
-    fitted, served = artifact.options.get("context"), server_args.get_model_config().context_len
+    fitted = artifact.options.get("context")
     if fitted is not None and served > fitted:
         logger.warning(
             "oscar: the artifact is fitted for contexts of %d tokens, this server takes %d: beyond "
@@ -172,8 +167,8 @@ def pool_setup(kvc: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
     from . import artifact as art
-    from .hooks import config_of, plan_of
     from .memory_pool import PoolSetup
+    from .seam import config_of, plan_of
     from .sizing import decode_attention, with_workspace
 
     config = config_of(kvc.server_args)

@@ -81,7 +81,7 @@ def serve(name: str, kind: Kind, run: str, folder: Path, args: argparse.Namespac
     flags = ["--device", args.device, "--dtype", "bfloat16" if on_gpu else "float32"]
     flags += ["--max-total-tokens", str(TOKENS), "--max-running-requests", "8"]
     flags += ["--context-length", "2048", "--mem-fraction-static", "0.5", "--skip-tokenizer-init"]
-    flags += ["--cuda-graph-max-bs", "8"] if on_gpu else []
+    flags += ["--cuda-graph-max-bs-decode", "8"] if on_gpu else []
     flags += kind.flags(folder)
     if run == "exact":
         flags += kind.exact if on_gpu else ["--attention-backend", "torch_native"]

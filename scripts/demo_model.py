@@ -35,7 +35,10 @@ def main(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=target.parent))
     tokenizer.save_pretrained(made)
-    model.to(torch.bfloat16).save_pretrained(made)
+    del model.config.quantization_config  # a model that came from GGUF refuses to be saved
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(made)
     made.chmod(0o755)
     try:
         made.rename(target)

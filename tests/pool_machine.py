@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator import paged
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -38,27 +39,6 @@ SCALE = D**-0.5
 FORKS = (2, 6, 20, 40)
 
 
-class _TorchLaunch:
-    """``kernel[grid](...)`` of SGLang's paged allocator, by the torch form that SGLang has for
-    devices without Triton. Everything around the launch stays SGLang's."""
-
-    def __init__(self, decode: bool) -> None:
-        self.decode = decode
-
-    def __getitem__(self, _grid):
-        return self.launch
-
-    def launch(self, *args) -> None:
-        seq_lens, last_loc, free_pages, out, _, page_size = args[not self.decode :]
-        before = seq_lens - 1 if self.decode else args[0]
-        args = (before, seq_lens, last_loc, free_pages, out, page_size)
-        paged.alloc_extend_naive(*args, out.device)
-
-
-paged.alloc_extend_kernel = _TorchLaunch(decode=False)
-paged.alloc_decode_kernel = _TorchLaunch(decode=True)
-
-
 @dataclass
 class Request:
     """Also what SGLang's radix cache wants of its ``Req``."""
@@ -68,21 +48,22 @@ class Request:
     done: int = 0
     hit: int = 0
     lost_sinks: list[int] = field(default_factory=list)
-    req_pool_idx: int | None = None
-    prefix_indices: torch.Tensor | tuple = ()  # slots taken from the tree
-    cache_protected_len: int = 0
+    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
+    lock: object = None
     last_node: object = None
     extra_key: None = None
+    cache_salt: None = None
     priority: int = 0
-    inflight_middle_chunks: int = 0
-    kv_committed_len: int = 0
-    output_ids: array = field(default_factory=lambda: array("q"))
 
     @property
     def origin_input_ids(self) -> array:
         return array("q", self.wanted[: self.done])
 
-    get_fill_ids = origin_input_ids.fget
+    full_untruncated_fill_ids = origin_input_ids
+
+    @property
+    def req_pool_idx(self) -> int | None:
+        return self.kv.req_pool_idx
 
 
 class Machine:
@@ -223,13 +204,13 @@ class Machine:
             request = Request(wanted, min(self.context, len(wanted) + self.rng.randrange(1, 24)))
         key = RadixKey(array("q", request.wanted[:-1]))
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
-        request.prefix_indices = match.device_indices
         self.rows.alloc([request])
-        hit = len(match.device_indices)
-        request.done = request.hit = request.cache_protected_len = hit
         request.last_node = match.last_device_node
-        self.tree.inc_lock_ref(request.last_node)
-        self.rows.req_to_token[request.req_pool_idx, :hit] = match.device_indices.int()
+        slots = self.tree.path_device_indices(request.last_node)
+        hit = match.device_prefix_len
+        request.done = request.hit = request.kv.cache_protected_len = hit
+        request.lock = self.tree.lock(request.last_node)
+        self.rows.req_to_token[request.req_pool_idx, :hit] = slots.int()
         self.running.append(request)
         self.counts["hits"] += hit > 0
         # The backend sees a request in its first forward; until then nothing may be read.
@@ -274,7 +255,8 @@ class Machine:
         """SGLang caches an unfinished prompt after each chunk; its slots may be replaced."""
         ready = [r for r in self.running if r.done > r.hit]
         if ready:
-            self.tree.cache_unfinished_req(self.rng.choice(ready), chunked=True)
+            request = self.rng.choice(ready)
+            self.tree.checkpoint(request, up_to=request.done)
 
     def evict(self) -> None:
         wanted = EvictParams(num_tokens=self.rng.randrange(1, 40))
@@ -343,8 +325,11 @@ class Machine:
         return self.slots.alloc_extend(prefix, prefix, end, end, last, total)
 
     def _release(self, request: Request, insert: bool) -> None:
-        # A prompt that was never computed past its hit has nothing to insert.
-        self.tree.cache_finished_req(request, insert, kv_len_to_handle=request.done)
+        """As SGLang's ``release_kv_cache``, whose asserts want the scheduler's whole ``Req``."""
+        if insert:
+            self.tree.checkpoint(request, up_to=request.done)
+        self.tree.free_kv_row(request.kv, [(request.kv.cache_protected_len, request.done)])
+        self.tree.unlock(request.lock)
         self.rows.free(request)
         self.running.remove(request)
 

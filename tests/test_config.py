@@ -7,7 +7,9 @@ from oscar_sglang.config import (
     OscarError,
     add_arguments,
     cache_dir,
+    config_of_dtype,
     flag,
+    fold_options,
     option_names,
 )
 
@@ -51,6 +53,32 @@ def test_every_field_has_a_flag():
 def test_bad_options_say_what_to_do(options, words):
     with pytest.raises(OscarError, match=words):
         OscarConfig.from_options(options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"oscar_codec": "omni", "oscar_omni_norm": "none"},
+        {"oscar_debug_tags": True, "oscar_debug_tags_every": 4, "oscar_artifact": "/x y/&=?.st"},
+    ],
+)
+def test_the_dtype_carries_every_option(options):
+    config = OscarConfig.from_options(options)
+    assert config_of_dtype(config.dtype) == config
+    assert (config.dtype == "int2") == (not options)
+
+
+def test_options_move_into_the_dtype():
+    assert fold_options({"kv_cache_dtype": "auto", "oscar_codec": None}) == {
+        "kv_cache_dtype": "auto"
+    }
+    got = fold_options({"kv_cache_dtype": "int2?codec=omni", "oscar_sink_tokens": 8, "tp_size": 2})
+    assert got == {"kv_cache_dtype": "int2?codec=omni&sink_tokens=8", "tp_size": 2}
+    with pytest.raises(OscarError, match="oscar_codec given without --kv-cache-dtype int2"):
+        fold_options({"kv_cache_dtype": "fp8_e4m3", "oscar_codec": "omni"})
+    with pytest.raises(OscarError, match="recent-tokens must be a whole number.*'many'"):
+        config_of_dtype("int2?recent_tokens=many")
 
 
 def test_config_is_frozen():

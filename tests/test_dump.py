@@ -75,8 +75,12 @@ def scheduler(pool, *requests):
 def test_the_variable(pool, tmp_path, monkeypatch, caplog):
     request(pool, 30)
     common = dict(origin_input_ids=list(range(28)), output_ids=[7, 8, 9])
-    live = SimpleNamespace(rid="../../evil", req_pool_idx=1, kv_committed_len=30, **common)
-    gone = SimpleNamespace(rid="b", req_pool_idx=None, kv_committed_len=30, **common)
+    live = SimpleNamespace(
+        rid="../../evil", kv=SimpleNamespace(req_pool_idx=1, kv_committed_len=30), **common
+    )
+    gone = SimpleNamespace(
+        rid="b", kv=SimpleNamespace(req_pool_idx=None, kv_committed_len=30), **common
+    )
     target = tmp_path / "new" / "folder"
     assert after_server_info(scheduler(pool, live, gone)) == []
     monkeypatch.setenv("OSCAR_SGLANG_DUMP", str(target))

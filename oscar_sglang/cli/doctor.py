@@ -16,20 +16,37 @@ def add(commands) -> None:
     p = commands.add_parser("doctor", help="is this machine ready for int2; what would be refused")
     p.add_argument("--model", type=Path, metavar="DIR", help="local model directory to check")
     p.add_argument("--artifact", type=Path, metavar="FILE", help="artifact to check")
+    p.add_argument(
+        "--sglang",
+        type=Path,
+        metavar="WHEEL_OR_DIR",
+        help="only compare another SGLang with what the plugin relies on, without installing it",
+    )
     p.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print every check; status 1 if one of them failed."""
+    if args.sglang:
+        from ..doctor import port
+
+        return report(list(port(args.sglang)), console, "everything int2 relies on is there")
     from ..launch_server import enter_cpu_mode, has_gpu
 
     if not has_gpu():
         enter_cpu_mode()  # before anything imports transformers or sglang
-    from ..doctor import FAIL, examine
+    from ..doctor import examine
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about kernels a CPU does not have
         checks = list(examine(args.model, args.artifact))
+    return report(checks, console, "ready for int2")
+
+
+def report(checks: list, console: Console, good: str) -> int:
+    """Print the table and the verdict, ``good`` if nothing failed."""
+    from ..doctor import FAIL
+
     table = Table(box=None, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -39,6 +56,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         table.add_row(f"[{style}]{check.status}[/]", check.name, check.detail.replace("[", r"\["))
     console.print(table)
     failed = sum(check.status == FAIL for check in checks)
-    verdict = f"{failed} of {len(checks)} checks failed" if failed else "ready for int2"
+    verdict = f"{failed} of {len(checks)} checks failed" if failed else good
     console.print(verdict, style="red" if failed else "green")
     return int(failed > 0)

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from oscar_sglang.bare_runner import bare_runner, resolved_arguments
 from oscar_sglang.hybrid import attention_pool
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
 
@@ -33,20 +34,13 @@ class Runner:
 
     def __init__(self, model_dir, artifact, *, max_total_tokens=8192, rows=9, **flags):
         torch.set_num_threads(1)
-        from sglang.benchmark import one_batch
-        from sglang.srt.plugins import load_plugins
-        from sglang.srt.server_args import (
-            PortArgs,
-            ServerArgs,
-            set_global_server_args_for_scheduler,
-        )
+        from sglang.srt.arg_groups.overrides import resolving_view
 
-        load_plugins()
         self.device = torch.device("cuda" if has_gpu() else "cpu")
         cache = dict(kv_cache_dtype="int2", oscar_artifact=str(artifact))
         if artifact is None:
             cache = {} if has_gpu() else dict(attention_backend="torch_native")
-        args = ServerArgs(
+        args = resolved_arguments(
             model_path=str(model_dir),
             device=self.device.type,
             dtype="bfloat16" if has_gpu() else "float32",
@@ -55,14 +49,11 @@ class Runner:
             max_running_requests=rows - 1,
             **(cache | flags),
         )
-        set_global_server_args_for_scheduler(args)
-        one_batch.get_tokenizer = lambda *_args, **_kwargs: None  # token ids only
-        loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
-        self.runner = loaded.torch_runner
+        self.runner = bare_runner(args)
         self.pool = attention_pool(self.runner.token_to_kv_pool)
         self.segments = getattr(self.pool, "segments", None)
         self.req_pool = self.runner.req_to_token_pool
-        self.page = args.page_size
+        self.page = resolving_view(args).page_size
         self.next_slot = self.page
         # Row -> slot of the recurrent state that a hybrid model keeps for it.
         self.state_slots = getattr(self.req_pool, "req_index_to_mamba_index_mapping", None)

@@ -82,7 +82,7 @@ def common_arguments(mem_fraction: str) -> list[str]:
     """Flags that all compared servers share."""
     flags = ["--load-format", "dummy", "--context-length", "131072"]
     flags += ["--mem-fraction-static", mem_fraction, "--max-running-requests", "32"]
-    return [*flags, "--cuda-graph-max-bs", "32", "--grammar-backend", "none"]
+    return [*flags, "--cuda-graph-max-bs-decode", "32", "--grammar-backend", "none"]
 
 
 def bf16_token_bytes(shape: str, layers: int | None = None) -> int:

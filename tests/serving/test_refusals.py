@@ -296,17 +296,6 @@ def test_quantised_weights_are_nothing_to_the_cache(tmp_path, method):
     assert artifact.Fingerprint.of(tmp_path) == plain
 
 
-def test_wrong_sglang_version_is_refused(monkeypatch):
-    import sglang
-
-    from oscar_sglang.config import OscarError
-    from oscar_sglang.hooks import check_version
-
-    monkeypatch.setattr(sglang, "__version__", "0.5.99")
-    with pytest.raises(OscarError, match=r"0\.5\.17.*found 0\.5\.99.*pip install"):
-        check_version()
-
-
 def test_a_missing_hook_is_fatal(monkeypatch):
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -324,14 +313,55 @@ def test_a_missing_hook_is_fatal(monkeypatch):
 
 
 def test_engine_refuses_too():
+    """``Engine`` makes its arguments by this class; the rest is refused when they are resolved."""
+    from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import ServerArgs
 
     load_plugins()
     for options, words in (
         (dict(oscar_codek="feedback"), "oscar_codek"),
         (dict(oscar_sink_tokens=0), "--oscar-sink-tokens"),
         (dict(enable_hierarchical_cache=True), "drop --enable-hierarchical-cache"),
+        (dict(kv_cache_dtype="int2?recent_tokens=0"), "--oscar-recent-tokens"),
+        (dict(kv_cache_dtype="auto", oscar_codec="aligned"), "oscar_codec given without"),
     ):
+        given = dict(model_path="/nowhere", device="cpu", kv_cache_dtype="int2") | options
         with pytest.raises(ValueError, match=words):
-            ServerArgs(model_path="/nowhere", device="cpu", kv_cache_dtype="int2", **options)
+            Engine.server_args_class(**given).resolve_once()
+
+
+def test_copies_of_the_arguments_keep_our_options():
+    import copy
+    import json
+    import pickle
+
+    import msgspec
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    from oscar_sglang.seam import config_of
+
+    load_plugins()
+    args = Engine.server_args_class(
+        model_path="/nowhere",
+        kv_cache_dtype="int2",
+        oscar_codec="aligned",
+        oscar_recent_tokens=64,
+        oscar_sink_tokens=32,
+        oscar_artifact="/a b/c&d=e.safetensors",
+        oscar_debug_tags=True,
+    )
+    wanted = config_of(args)
+    assert (wanted.codec, wanted.recent_tokens, wanted.artifact) == (
+        *("aligned", 64, "/a b/c&d=e.safetensors"),
+    )
+    through_json = json.loads(json.dumps(args.resolved_dict(), default=str))
+    for copied in (
+        msgspec.structs.replace(args, page_size=16),
+        copy.deepcopy(args),
+        pickle.loads(pickle.dumps(args)),
+        ServerArgs(**msgspec.structs.asdict(args)),
+        ServerArgs(model_path="/elsewhere", kv_cache_dtype=through_json["kv_cache_dtype"]),
+    ):
+        assert config_of(copied) == wanted
