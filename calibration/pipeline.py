@@ -214,7 +214,7 @@ class Fitter:
         for m in moments:
             fits.append(fit_layer(m, self.codec, context=self.context, n_sink=self.n_sink))
             if self.progress:
-                self.progress(f"fitting {self.codec}", len(fits), len(moments))
+                self.progress("fitting", len(fits), len(moments))
         return fits
 
 

@@ -60,6 +60,8 @@ class OscarConfig:
     debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
                        paper's ablation (default: the artifact's, else with both)
+    bits               per element of history that codec ``position`` may take (default: what its
+                       calibration chooses by itself)
     """
 
     codec: str | None = None
@@ -74,6 +76,7 @@ class OscarConfig:
     debug_tags_every: int | None = None
     omni_norm: str | None = None
     omni_rotation: str | None = None
+    bits: float | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in (None, *CODEC_NAMES):
@@ -108,6 +111,19 @@ class OscarConfig:
                     f"{flag(name)} belongs to codec omni, not to {self.codec}; drop it or give "
                     "--oscar-codec omni"
                 )
+
+        if self.bits is None:
+            return
+        if isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+            raise OscarError(
+                f"{flag('bits')} is bits per element, e.g. 2.3, got {self.bits!r}; drop it for the "
+                "default"
+            )
+        if self.codec not in (None, "position"):
+            raise OscarError(
+                f"{flag('bits')} belongs to codec position, not to {self.codec}; drop it or give "
+                "--oscar-codec position"
+            )
 
     @property
     def omni_options(self) -> dict[str, str]:
@@ -156,6 +172,8 @@ def config_of_dtype(dtype: str | None) -> OscarConfig | None:
             options[key] = int(value)
         elif key == "debug_tags" and value in ("True", "False"):
             options[key] = value == "True"
+        elif key == "bits":
+            options[key] = float(value)
     return OscarConfig.from_options({PREFIX + key: value for key, value in options.items()})
 
 
@@ -233,6 +251,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --oscar-debug-tags on a GPU: check every N-th step (default 16; a CPU checks "
         "every step)",
+    )
+    add(
+        flag("bits"),
+        type=float,
+        metavar="B",
+        help="bits per element of codec position: what is over 2 bits and metadata gives some "
+        "layers' K or V 4 bits (default 1/6 over; 2.29 at head_dim 128)",
     )
     for name, what in (("omni_norm", "token norm"), ("omni_rotation", "rotation")):
         add(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .artifact_header import ArtifactError, read_header
+from .calibration.warn import UNFIT
 from .config import (
     ATTENTION_BACKEND,
     DEFAULT_CODEC,
@@ -50,6 +51,8 @@ def _codec_of(config: OscarConfig) -> str:
     if config.codec is not None:
         return config.codec
     if config.artifact == "auto":
+        if config.bits is not None:
+            return "position"
         return "omni" if config.omni_options else DEFAULT_CODEC
     try:
         return read_header(Path(config.artifact).expanduser()).codec
@@ -107,7 +110,13 @@ def _find_artifact(view: Any, config: OscarConfig, context: int) -> tuple[Path, 
             found = art.load(path)
             art.check(found, fingerprint, config.codec)
             _check_omni(path, found, config)
-            _warn_context(found, context)
+            if config.bits is not None:
+                raise OscarError(
+                    f"{path}: which layers have 4 bits was chosen when it was calibrated; drop "
+                    "--oscar-bits, or calibrate with: oscar-sglang calibrate --codec position "
+                    f"--bits {config.bits} --model DIR --out FILE"
+                )
+            _warn(found, context)
             return path, found.codec
         if view.load_format == "dummy":
             logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
@@ -115,19 +124,26 @@ def _find_artifact(view: Any, config: OscarConfig, context: int) -> tuple[Path, 
         from .calibration import CalibrationError, ensure_artifact
 
         try:
-            made, path, created = ensure_artifact(folder, codec, config.omni_options)
+            made, path, created = ensure_artifact(
+                folder, codec, config.omni_options, bits=config.bits
+            )
         except CalibrationError as error:
             raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
         log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
-        _warn_context(made, context)
+        _warn(made, context)
         return path or _save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
 
 
-def _warn_context(artifact: Any, served: int) -> None:
-    """Say so when requests may be longer than what the codec was fitted for."""
+def _warn(artifact: Any, served: int) -> None:
+    """Say so when the model is not fit for the codec, or when requests may be longer than what it
+    was fitted for."""
+    found = artifact.provenance.get("warnings")
+    for warning in found if isinstance(found, list) else ():
+        if UNFIT in str(warning):
+            logger.warning("oscar: %s", warning)
     fitted = artifact.options.get("context")
     if fitted is not None and served > fitted:
         logger.warning(
