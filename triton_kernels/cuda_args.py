@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .tile import FORMS
 from .views import LayerView
 
 HEAD_DIMS = (64, 128)
@@ -18,7 +19,9 @@ def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
         ("KV_HEADS", view.kv_heads),
         ("GROUP", heads // view.kv_heads),
         ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
-        ("META_FORM", view.form),
+        ("META_FORM", FORMS[view.spec.meta]),
+        ("K_BITS", view.spec.k_bits),
+        ("V_BITS", view.spec.v_bits),
     )
 
 
@@ -59,12 +62,37 @@ def code_defines(view: LayerView) -> tuple[tuple[str, int], ...]:
     )
 
 
+class MeanArgs(ctypes.Structure):
+    """``MeanArgs`` of rows.cu; empty but for codec ``position``."""
+
+    _fields_ = [
+        ("k", ctypes.c_void_p),
+        ("stride_k", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "positions", "turns", "lift", "mix", "partner", "units", "metric",
+        )),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, view: LayerView, k: torch.Tensor, positions: torch.Tensor) -> MeanArgs:
+        """For fresh keys k [T, Hk, D] of the model at ``positions`` [T] int64."""
+        m = view.means
+        if m is None:
+            return cls()
+        tensors = (positions, m.turns, m.lift, m.mix, m.partner, m.units, m.metric)
+        return cls(k.data_ptr(), k.stride(0), *(x.data_ptr() for x in tensors))
+
+
 class Fresh(NamedTuple):
     """Rotated rows whose codes are still to be written.
 
-    kv_rot  [2, T, Hk, D] float32, K then V
-    slots   [T] int64
+    kv_rot     [2, T, Hk, D] float32, K then V; codec ``position``: [3, ...], then its rows of lift
+    slots      [T] int64
+    k          [T, Hk, D]    as the model gave them
+    positions  [T] int64
     """
 
     kv_rot: torch.Tensor
     slots: torch.Tensor
+    k: torch.Tensor
+    positions: torch.Tensor

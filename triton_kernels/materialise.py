@@ -6,18 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import load_row
+from .tile import POSITION, add_mean, load_row
 from .views import LayerView
 
 
 @triton.jit
-def _decode_row(
-    blocks, slot, ok, head, KV: tl.constexpr, grid, FORM: tl.constexpr,
+def decode_rows(
+    blocks, slot, pos, ok, head, KV: tl.constexpr, grid, turns, lift, units, FORM: tl.constexpr,
     TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]."""
+    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB], tokens at ``pos`` -> float32 [TB, D]."""
     values, step, lo = load_row(blocks, grid, slot, ok, head, KV, FORM, TB, Hk, D)
-    return values * step[:, None] + lo[:, None]
+    if KV == 0 and FORM % 8 == POSITION:
+        y = values * step[:, None]
+        y = add_mean(y, lo, pos, ok, turns, lift, units, head, TB, D)
+    else:
+        y = values * step[:, None] + lo[:, None]
+    return y
 
 
 @triton.jit
@@ -30,7 +35,7 @@ def _copy_tile(src, src_at, dst, dst_at, ok, Hk: tl.constexpr, D: tl.constexpr, 
 @triton.jit
 def _materialise_kernel(
     out_k, out_v, rows, starts, indptr, hist_end, req_to_token, stride_req,
-    blocks, grid, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
+    blocks, grid, turns, lift, units, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
@@ -50,9 +55,13 @@ def _materialise_kernel(
         if tl.max(history.to(tl.int32), 0) > 0:
             slot = tl.load(req_to_token + row * stride_req + pos, history, 0).to(tl.int64)
             cols = tl.arange(0, D)[None, :]
-            k = _decode_row(blocks, slot, history, head, 0, grid, FORM, TB, Hk, D)
+            k = decode_rows(
+                blocks, slot, pos, history, head, 0, grid, turns, lift, units, FORM, TB, Hk, D
+            )
             tl.store(out_k + dst[:, None] + cols, k.to(out_k.dtype.element_ty), history[:, None])
-            v = _decode_row(blocks, slot, history, head, 1, grid, FORM, TB, Hk, D)
+            v = decode_rows(
+                blocks, slot, pos, history, head, 1, grid, turns, lift, units, FORM, TB, Hk, D
+            )
             tl.store(out_v + dst[:, None] + cols, v.to(out_v.dtype.element_ty), history[:, None])
         if tl.max((ok & (history == 0)).to(tl.int32), 0) > 0:
             sink_at = row * n_sink + pos
@@ -85,11 +94,14 @@ def materialise(
     """
     if max_len <= 0 or len(rows) == 0:
         return
-    tile = 32
+    means = view.means
+    # With means a program multiplies a matrix: more rows for it, fewer programs.
+    tile, warps = (32, 4) if means is None else (128, 8)
+    tables = [view.params.r_v] * 3 if means is None else [means.turns, means.lift, means.units]
     grid = (triton.cdiv(max_len, tile), len(rows), view.kv_heads)
     _materialise_kernel[grid](
         out_k, out_v, rows, starts, indptr, hist_end, req_to_token, req_to_token.stride(0),
-        view.blocks.view(torch.uint16), view.grid, view.sink_k, view.sink_v, view.ring_k,
+        view.blocks.view(torch.uint16), view.grid, *tables, view.sink_k, view.sink_v, view.ring_k,
         view.ring_v, view.windows.n_sink, view.windows.n_recent,
-        view.form, tile, view.kv_heads, view.head_dim, num_warps=4,
+        view.form, tile, view.kv_heads, view.head_dim, num_warps=warps,
     )  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .materialise import _decode_row
-from .tile import FORMS
+from .materialise import decode_rows
+from .tile import POSITION, form_of
 
 HITS, MISSES, REQUESTS = range(3)
 _TILE = 16
@@ -15,9 +15,9 @@ _TILE = 16
 
 @triton.jit
 def _restore_kernel(
-    sink_k, sink_v, cache_k, cache_v, blocks, grids, tag,
+    sink_k, sink_v, cache_k, cache_v, blocks, grids, tables, which, lifts, units, tag,
     req_to_token, rows, prefix_lens, started, counters,
-    stride_req, sink_layer, cache_layer, block_layer, grid_layer, n_sink, cache_rows,
+    stride_req, sink_layer, cache_layer, block_layer, grid_layer, table_stride, n_sink, cache_rows,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -37,11 +37,19 @@ def _restore_kernel(
     dst = layer.to(tl.int64) * sink_layer + sink_row[:, None] + cols
     mine = blocks + layer.to(tl.int64) * block_layer
     grid = grids + layer.to(tl.int64) * grid_layer
+    turns = tables
+    lift = lifts
+    if FORM % 8 == POSITION:
+        turns += tl.load(which + layer) * table_stride
+        lift += layer.to(tl.int64) * (Hk * D * D)
+        units += layer * (Hk * 2)
     k = tl.load(cache_k + src, hit[:, None], 0.0).to(tl.float32)
-    k = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 0, grid, FORM, TB, Hk, D), k)
+    decoded = decode_rows(mine, slot, pos, miss, head, 0, grid, turns, lift, units, FORM, TB, Hk, D)
+    k = tl.where(miss[:, None], decoded, k)
     tl.store(sink_k + dst, k.to(sink_k.dtype.element_ty), ok[:, None])
     v = tl.load(cache_v + src, hit[:, None], 0.0).to(tl.float32)
-    v = tl.where(miss[:, None], _decode_row(mine, slot, miss, head, 1, grid, FORM, TB, Hk, D), v)
+    decoded = decode_rows(mine, slot, pos, miss, head, 1, grid, turns, lift, units, FORM, TB, Hk, D)
+    v = tl.where(miss[:, None], decoded, v)
     tl.store(sink_v + dst, v.to(sink_v.dtype.element_ty), ok[:, None])
     if tl.program_id(2) == 0:
         tl.atomic_add(counters, tl.sum(hit.to(tl.int64), 0))
@@ -73,11 +81,13 @@ def restore_sinks(
         grids = history.channels.stack
     else:
         grids = blocks if seg.grids is None else seg.grids
+    m = seg.means
+    means = [blocks] * 4 if m is None else [m.tables, m.which, m.lift, m.units]
     grid = (len(rows), triton.cdiv(n_sink, _TILE), layers * kv_heads)
     _restore_kernel[grid](
         windows.sink_k.stack, windows.sink_v.stack, sinks.k.stack, sinks.v.stack, blocks,
-        grids, sinks.tag, req_to_token, rows, prefix_lens, started, counters,
+        grids, *means, sinks.tag, req_to_token, rows, prefix_lens, started, counters,
         req_to_token.stride(0), windows.sink_k.stack.stride(0), sinks.k.stack.stride(0),
-        blocks.stride(0), grids.stride(0), n_sink, len(sinks.tag),
-        FORMS[seg.spec.meta], _TILE, kv_heads, dim, num_warps=4,
+        blocks.stride(0), grids.stride(0), means[0].stride(0), n_sink, len(sinks.tag),
+        form_of(seg.spec), _TILE, kv_heads, dim, num_warps=4,
     )  # fmt: skip

@@ -10,11 +10,12 @@
 
 constexpr int ROWS = 16, VEC = D / 32, KSTEPS = D / 16;
 constexpr float ROUND_MAGIC = 12582912.f;             // 1.5 * 2^23: adding it rounds to even
-constexpr float MAX_HALF = 65504.f;
+constexpr float MAX_HALF = 65504.f, MAX_FLOAT = 3.4028235e38f;
 #if WINDOW_BF16
 constexpr float R_SCALE = 1.f;
 #else
-constexpr float R_SCALE = 4096.f;                     // keeps the low parts of R normal in FP16
+// Keeps the low parts of R normal in FP16; a matrix that is not orthogonal has larger elements.
+constexpr float R_SCALE = META_FORM == POSITION ? 256.f : 4096.f;
 #endif
 
 template <int PARTS> struct RFragment { u32 part[PARTS][KSTEPS][2]; };
@@ -54,6 +55,18 @@ template <int PARTS> DEV void rotate_rows(float (&y)[4], const RFragment<PARTS>&
     UNROLL for (int p = PARTS - 2; p >= 0; p--) y[e] += sum[p][e];
     y[e] *= 1.f / R_SCALE;
   }
+}
+
+// 16 FP16 rows times 8 FP16 columns, float32: `column` is the one numbered g, a row of the transposed matrix.
+DEV void multiply_half(float (&y)[4], const Rows& rows, const u16* column, int t) {
+  float odd[4] = {0.f, 0.f, 0.f, 0.f};
+  UNROLL for (int e = 0; e < 4; e++) y[e] = 0.f;
+  UNROLL for (int r = 0; r < D / 32; r++) {
+    const uint4 u = rows.x[r][0], v = rows.x[r][1], c = *reinterpret_cast<const uint4*>(column + 32 * r + 8 * t);
+    mma(y, u.x, v.x, u.y, v.y, c.x, c.y);
+    mma(odd, u.z, v.z, u.w, v.w, c.z, c.w);
+  }
+  UNROLL for (int e = 0; e < 4; e++) y[e] += odd[e];
 }
 
 // ---- one warp, one row: lane l holds channels VEC * l .. + VEC - 1
@@ -109,16 +122,22 @@ template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, flo
 struct RowMeta {
   float step, lo;
   u32 bytes;                                          // of COMPACT
-  DEV u32 stored() const { return META_FORM == COMPACT ? bytes : pack_half(step, lo); }
+  DEV u32 stored() const { return META_FORM == AFFINE || META_FORM == SCALE ? pack_half(step, lo) : bytes; }
 };
-#if META_FORM == COMPACT
+#if META_FORM == COMPACT || META_FORM == POSITION
+constexpr float PER_OCTAVE = META_FORM == COMPACT ? 16.f : 32.f;
 DEV u32 to_byte(float x) { return __float_as_uint(fminf(fmaxf(x, 0.f), 255.f) + ROUND_MAGIC) & 255; }
 // codec_compact's encode_meta and decode_meta, in the same order of operations; grid [3] of K or V
+DEV u32 step_byte(float step, float step_log2) {
+  return to_byte(__fmul_rn(__fsub_rn(log2f(fmaxf(step, 1.1754944e-38f)), step_log2), PER_OCTAVE));
+}
+DEV float step_of(u32 byte, float step_log2) { return exp2f(__fadd_rn(step_log2, byte * (1.f / PER_OCTAVE))); }
+DEV u32 lo_byte(float lo, float first, float width) { return to_byte(__fdiv_rn(__fsub_rn(lo, first), width)); }
+DEV float lo_of(u32 byte, float first, float width) { return __fadd_rn(first, __fmul_rn(byte, width)); }
 DEV RowMeta storable(float step, float lo, const float* grid) {
   const float step_log2 = grid[0], lo_first = grid[1], lo_step = grid[2];
-  const u32 s = to_byte(__fmul_rn(__fsub_rn(log2f(fmaxf(step, 1.1754944e-38f)), step_log2), 16.f));
-  const u32 l = to_byte(__fdiv_rn(__fsub_rn(lo, lo_first), lo_step));
-  return {exp2f(__fadd_rn(step_log2, s * 0.0625f)), __fadd_rn(lo_first, __fmul_rn(l, lo_step)), s | l << 8};
+  const u32 s = step_byte(step, step_log2), l = lo_byte(lo, lo_first, lo_step);
+  return {step_of(s, step_log2), lo_of(l, lo_first, lo_step), s | l << 8};
 }
 #elif META_FORM == AFFINE
 DEV RowMeta storable(float step, float lo, const float* grid) { return {step, lo}; }
@@ -174,14 +193,15 @@ DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float*
       UNROLL for (int k = 0; k < VEC; k++) f[i][k] = ahead[i][k];
   }
 }
-#if ACCURATE
-// codec_accurate. The metric G is read through L1: beside the factor it would not fit into shared memory everywhere.
-constexpr float LOW_RATIO = 0.75f, HIGH_RATIO = 0.85f, MAX_GAIN = 1.25f;
+constexpr float MAX_GAIN = 1.25f;
 DEV float dot(const Row& x, const Row& y) {
   float sum = 0.f;
   UNROLL for (int k = 0; k < VEC; k++) sum = fmaf(x.v[k], y.v[k], sum);
   return warp_sum(sum);
 }
+#if ACCURATE
+// codec_accurate. The metric G is read through L1: beside the factor it would not fit into shared memory everywhere.
+constexpr float LOW_RATIO = 0.75f, HIGH_RATIO = 0.85f;
 DEV Row times_metric(const Row& x, const float* metric) {
   const int lane = threadIdx.x & 31;
   Row y;
@@ -301,6 +321,80 @@ struct CodeArgs {
   const float* grid;     // [HK, 2, 3], COMPACT
   const float* metric;   // [HK, D, D] symmetric, ACCURATE
 };
+// What codec_position needs besides (means.py).
+struct MeanArgs {
+  const u16* k;          // [T, HK, D] of the model, token stride below
+  i64 stride_k;
+  const i64* positions;  // [T]
+  const u16* turns;      // [tiles, D] FP16: a position's cosines and sines
+  const u16* lift;       // [HK, D, D] FP16, transposed
+  const float* mix;      // [HK, 2, D]: C(x) of a key or query x
+  const int* partner;    // [D]
+  const float* units;    // [HK, 2]: 1 / |m|^2, unit of lift
+  const u16* metric;     // [HK, D, D] FP16, symmetric
+};
+#if META_FORM == POSITION
+DEV const u16* turn_of(const MeanArgs& m, int token) { return m.turns + (m.positions[token] >> 4) * D; }
+// Two channels of C(x)
+DEV float2 mixed(const MeanArgs& m, int head, const u16* x, int channel) {
+  const float2 own = unpack_window(*reinterpret_cast<const u32*>(x + channel));
+  const int2 from = *reinterpret_cast<const int2*>(m.partner + channel);
+  const float2 other = unpack_window(x[from.x] | (u32)x[from.y] << 16);
+  const float* mix = m.mix + head * 2 * D + channel;
+  const float2 a = *reinterpret_cast<const float2*>(mix), b = *reinterpret_cast<const float2*>(mix + D);
+  return make_float2(fmaf(b.x, other.x, a.x * own.x), fmaf(b.y, other.y, a.y * own.y));
+}
+// A key on its way to its codes
+struct Key {
+  Row y;                 // what is coded
+  float step;
+  u32 share;             // byte of a
+};
+// y: the rotated key, u: its position's row of lift. Leaves y / step in FP16 at `half`, a row of the tile of which
+// `finish_key` wants the product with the metric.
+DEV Key begin_key(const CodeArgs& c, const MeanArgs& m, int head, int token, const Row& y, const Row& u, u16* half) {
+  const int lane = threadIdx.x & 31;
+  const float* grid = c.grid + head * 6;
+  const u16* k = m.k + token * m.stride_k + head * D;
+  const u16* turn = turn_of(m, token) + lane * VEC;
+  float sum = 0.f;
+  UNROLL for (int i = 0; i < VEC; i += 2) {
+    const float2 t = unpack_half(*reinterpret_cast<const u32*>(turn + i)), x = mixed(m, head, k, lane * VEC + i);
+    sum = fmaf(t.x, x.x, fmaf(t.y, x.y, sum));
+  }
+  Key key;
+  key.share = lo_byte(warp_sum(sum) * m.units[head * 2], grid[1], grid[2]);
+  const float share = lo_of(key.share, grid[1], grid[2]), unit = m.units[head * 2 + 1];
+  UNROLL for (int i = 0; i < VEC; i++) key.y.v[i] = __fsub_rn(y.v[i], __fmul_rn(share, __fmul_rn(u.v[i], unit)));
+  constexpr float SPREAD = 2.f * 1.6f / LEVELS;
+  const float step = __fmul_rn(__fsqrt_rn(dot(key.y, key.y) * (1.f / D)), SPREAD);
+  key.step = step_of(step_byte(step, grid[0]), grid[0]);
+  const float inverse = __fdiv_rn(1.f, key.step);
+  UNROLL for (int i = 0; i < VEC; i += 2)
+    *reinterpret_cast<u32*>(half + lane * VEC + i) = pack_half(key.y.v[i] * inverse, key.y.v[i + 1] * inverse);
+  return key;
+}
+// g: y times the metric, in any unit
+DEV void finish_key(const CodeArgs& c, int head, i64 slot, const Key& key, const Row& g, const float* factor) {
+  const float* grid = c.grid + head * 6;
+  const float lo = -0.5f * LEVELS * key.step;
+  Row w, decoded;
+  u32 code[VEC];
+  UNROLL for (int i = 0; i < VEC; i++) w.v[i] = __fsub_rn(key.y.v[i], lo);
+  feedback(w, code, key.step, __fdiv_rn(1.f, key.step) * (1.f / LEVELS), factor);
+  UNROLL for (int i = 0; i < VEC; i++) decoded.v[i] = fmaf((float)code[i], key.step, lo);
+  const float truth = dot(key.y, g), found = dot(decoded, g);
+  float gain = found > 0.f && fabsf(truth) <= MAX_FLOAT ? __fdiv_rn(truth, found) : 1.f;
+  gain = fminf(fmaxf(gain, 1.f / MAX_GAIN), MAX_GAIN);
+  const u32 bytes = step_byte(key.step * gain, grid[0]) | key.share << 8;
+  write_codes(c.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, {key.step, lo, bytes});
+}
+// The tile of 16 FP16 rows between the two, padded so that a warp reads it without conflicts.
+constexpr int HALF_STRIDE = D + 32;
+DEV void load_half_rows(Rows& rows, const u16* tile, int g, int t, bool upper) {
+  load_rows(rows, tile + g * HALF_STRIDE, upper ? tile + (g + 8) * HALF_STRIDE : nullptr, t);
+}
+#endif
 #if META_FORM == CHANNEL   // encoded a page at a time, not here
 template <bool KEY> DEV void store_codes(const CodeArgs&, int, i64, Row&, const float*) {}
 #else

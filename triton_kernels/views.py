@@ -9,8 +9,8 @@ import torch
 from .codec import CodecSpec, LayerParams, rotate
 from .codec_affine import to_half
 from .layout import WindowLayout
-from .means import Means
-from .tile import FORMS
+from .means import LayerMeans
+from .tile import form_of
 
 
 class LayerView(NamedTuple):
@@ -22,7 +22,7 @@ class LayerView(NamedTuple):
     cache_k, cache_v  [C, Hk, D]            model dtype, rotated (sink cache)
     channels          [pages, Hk, D, 2]     float16 step and lo of K's channels; None unless the
                                             codec has blocks
-    means             of this layer; None unless the codec is ``position``
+    means             None unless the codec is ``position``
     """
 
     spec: CodecSpec
@@ -35,7 +35,7 @@ class LayerView(NamedTuple):
     cache_k: torch.Tensor
     cache_v: torch.Tensor
     channels: torch.Tensor | None = None
-    means: Means | None = None
+    means: LayerMeans | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -47,8 +47,8 @@ class LayerView(NamedTuple):
 
     @property
     def form(self) -> int:
-        """Which metadata the kernels read (``tile.FORMS``)."""
-        return FORMS[self.spec.meta]
+        """Which metadata and codes the kernels read (``tile.form_of``)."""
+        return form_of(self.spec)
 
     @property
     def grid(self) -> torch.Tensor:

@@ -9,7 +9,8 @@ from oscar_sglang.kernels.restore import restore_sinks
 
 
 @pytest.mark.parametrize(
-    "dim,codec_name", [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact")]
+    "dim,codec_name",
+    [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact"), (32, "position")],
 )
 @pytest.mark.parametrize("n_sink", [5, 33])
 def test_restore_equals_the_reference(lab, dim, codec_name, n_sink):
