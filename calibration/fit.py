@@ -40,6 +40,7 @@ from .hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 from .stats import BeforeRope, Moments
 
 DAMPING = 0.05
+N_SINK = 64  # first tokens that are kept exactly and are in no statistic
 CONTEXT = 8192  # tokens that ``position`` is fitted for unless more is known
 _OSCAR = ("oscar", "lloyd")  # codecs with OSCAR's rotations
 
@@ -70,7 +71,7 @@ def fit_layer(
     damping: float = DAMPING,
     proxy: bool = False,
     context: int = CONTEXT,
-    n_sink: int = 64,
+    n_sink: int = N_SINK,
 ) -> LayerFit:
     """Fit one layer; with several K bases, each head keeps the one with the smallest error. Not for
     codecs that need no data.

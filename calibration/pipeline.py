@@ -12,19 +12,17 @@ from typing import Any
 from .. import __version__
 from ..artifact import Artifact, Fingerprint, data_free
 from ..fingerprint import read_config, text_config
-from ..kernels.codec import CODECS, LayerCodec
+from ..kernels.codec import CODECS
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens
-from .engines import ENGINES, Observed, Run
+from .engines import ENGINES, Run
 from .errors import CalibrationError
-from .fit import CONTEXT, DAMPING, LayerFit, fit_layer, widened
+from .fit import CONTEXT, DAMPING, N_SINK, LayerFit
 from .fit_options import K_SIGMAS, V_SIGMAS
-from .stats import Moments
+from .model_fit import Fitter, wanted_bits, widen
 from .warn import calibration_warnings
-from .widths import EXTRA_BITS, base_bits, choose, wide_slots
 
 DEFAULT_TOKENS = 8192
-N_SINK = 64
 _MIN_ROWS = 256
 
 
@@ -116,7 +114,7 @@ def calibrate_codecs(
     if tp > 1 and engine != "sglang":
         raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
     fitter = Fitter("position", context, n_sink, progress) if "position" in codecs else None
-    wanted = _bits(bits, fingerprint.head_dim)
+    wanted = wanted_bits(bits, fingerprint.head_dim)
     run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter)
     observed = ENGINES[engine](run)
     facts = {
@@ -131,7 +129,7 @@ def calibrate_codecs(
     for codec in codecs:
         fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
         if codec == "position":
-            fits, unscored = _widen(fits, observed, wanted, context, n_sink)
+            fits, unscored = widen(fits, observed.moments, observed.scores, wanted, context, n_sink)
         warnings = unscored + calibration_warnings(
             observed.source, tokens, observed.moments, fits, observed.biased
         )
@@ -195,60 +193,3 @@ def context_length(config: dict[str, Any]) -> int:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-@dataclasses.dataclass
-class Fitter:
-    """Fits ``codec`` to every layer. Called by an engine, it keeps what it found."""
-
-    codec: str
-    context: int
-    n_sink: int
-    progress: Progress | None = None
-
-    def __call__(self, moments: list[Moments]) -> list[LayerCodec]:
-        return [fit.codec for fit in self.fit(moments)]
-
-    def fit(self, moments: list[Moments]) -> list[LayerFit]:
-        fits = []
-        for m in moments:
-            fits.append(fit_layer(m, self.codec, context=self.context, n_sink=self.n_sink))
-            if self.progress:
-                self.progress("fitting", len(fits), len(moments))
-        return fits
-
-
-def _bits(bits: float | None, head_dim: int) -> float:
-    """Bits per element for codec ``position``. Raises CalibrationError for what no choice of widths
-    gives."""
-    least = base_bits(head_dim)
-    if bits is None:
-        return least + EXTRA_BITS
-    if not least <= bits <= least + 2:
-        raise CalibrationError(
-            f"{bits} bits per element cannot be had: with head_dim {head_dim} K and V of 2 or 4 "
-            f"bits take {least} to {least + 2}"
-        )
-    return bits
-
-
-def _widen(
-    fits: list[LayerFit], observed: Observed, bits: float, context: int, n_sink: int
-) -> tuple[list[LayerFit], list[str]]:
-    """``fits`` with the widths that ``bits`` pay for, and what there is to say about it."""
-    layers, d = len(fits), fits[0].params.mean.shape[-1]
-    slots = wide_slots(bits, layers, d)
-    scores = observed.scores
-    if scores is None and 0 < slots < 2 * layers:
-        found = "the sequences are too short, or the model's output projections were not found"
-        return fits, [f"no K or V was given 4 bits, as their effect could not be judged: {found}"]
-    widths = [(4, 4)] * layers if slots == 2 * layers else [(2, 2)] * layers
-    if scores is not None:
-        widths = choose(scores, bits, d)
-    wide = [
-        widened(fit, m, pair, context, n_sink)
-        for fit, m, pair in zip(fits, observed.moments, widths, strict=True)
-    ]
-    for fit, pair in zip(wide, scores or (), strict=scores is not None):
-        fit.report["score"] = [float(f"{x:.4g}") for x in pair]
-    return wide, []

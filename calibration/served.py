@@ -15,9 +15,10 @@ from ..kernels.codec import (
     encode_v,
     rotate,
 )
-from .fit import fit_layer
+from .fit import CONTEXT, N_SINK, fit_layer
 from .hadamard import hadamard
 from .method import Encoded, Method, block_pieces
+from .model_fit import Fitter, wanted_bits, widen
 from .stats import Moments
 
 
@@ -34,6 +35,16 @@ class Served(Method):
 
     def fit(self, moments: Moments) -> LayerCodec:
         return fit_layer(moments, self.spec.name).codec
+
+    def fit_model(self, moments, scores=None, context=0) -> list[LayerCodec]:
+        """Of ``position`` with the widths that its default bits pay for."""
+        if self.spec.meta != "position":
+            return super().fit_model(moments)
+        context = context or CONTEXT
+        fits = Fitter(self.spec.name, context, N_SINK).fit(moments)
+        bits = wanted_bits(None, moments[0].k_mean.shape[-1])
+        wide, _ = widen(fits, moments, scores, bits, context, N_SINK)
+        return [fit.codec for fit in wide]
 
     def encode(self, params, k, v, first=0) -> Encoded:
         spec, params = params

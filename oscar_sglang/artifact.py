@@ -190,7 +190,7 @@ def data_free(
     d, heads = fingerprint.head_dim, fingerprint.kv_heads
     options = _options_of(codec, options or {})
     if CODECS[codec].meta == "position":
-        options = {"rope": dataclasses.asdict(Rope.still(d))}
+        options = {"rope": dataclasses.asdict(Rope.still(d)), "bits": _spread(fingerprint.layers)}
     h = torch.eye(d) if options.get("rotation") == "none" else hadamard(d).float()
     neutral = {
         "r_k": h,
@@ -215,6 +215,14 @@ def data_free(
         for _ in range(fingerprint.layers)
     ]
     return Artifact(fingerprint, codec, options, layers, provenance)
+
+
+def _spread(layers: int) -> list[list[int]]:
+    """Widths of a calibration's default number, evenly over the layers' K and V in turn."""
+    bits = [[2, 2] for _ in range(layers)]
+    for i in range(count := layers // 6):
+        bits[(2 * i + 1) * layers // (2 * count)][i % 2] = 4
+    return bits
 
 
 def _artifact(header: Header, layers: list[LayerParams]) -> Artifact:

@@ -111,9 +111,15 @@ class OscarKVPool(MHATokenToKVPool):
             "windows": s.windows.num_bytes,
             "sink_cache": s.sinks.num_bytes,
             "scratch": nbytes(self.scratch),
-            "codec": sum(nbytes(*(t for t in p if t is not None)) for p in s.params),
+            "codec": sum(nbytes(*(t for t in p if t is not None)) for p in s.params)
+            + self._derived_bytes(),
             "workspace": self._workspace_bytes(),
         }
+
+    def _derived_bytes(self) -> int:
+        """What the kernels keep besides the artifact's tensors."""
+        means = None if self.decode_attention is None else self.segments.means
+        return 0 if means is None else nbytes(*means)
 
     def _workspace_bytes(self) -> int:
         if self.decode_attention is None:

@@ -29,7 +29,6 @@ from .varlen import choose_library
 logger = logging.getLogger(__name__)
 
 _GPU_PAGE_SIZE = 16
-_ROW_SLACK = 16  # SGLang's request rows are a few tokens longer than the context
 
 
 def prepare_arguments(view: Any, config: OscarConfig) -> dict[str, Any]:
@@ -77,8 +76,14 @@ def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarC
     config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
     config = config.with_artifact(*_find_artifact(view, config, model.context_len))
-    if config.codec == "position" and view.device != "cpu":
-        raise OscarError("codec position has no GPU kernels yet; choose another --oscar-codec")
+    if view.device != "cpu" and any(
+        4 in pair for pair in read_header(Path(config.artifact)).widths
+    ):
+        raise OscarError(
+            f"{config.artifact}: holds layers of 4 bits, for which there are no GPU kernels yet; "
+            "calibrate with the least --oscar-bits (2 + 16 / head_dim), or choose another "
+            "--oscar-codec"
+        )
     return config
 
 
@@ -185,7 +190,7 @@ def pool_setup(kvc: Any) -> Any:
     from . import artifact as art
     from .memory_pool import PoolSetup
     from .seam import config_of, plan_of
-    from .sizing import decode_attention, with_workspace
+    from .sizing import ROW_SLACK, decode_attention, with_workspace
 
     config = config_of(kvc.server_args)
     artifact = art.load(Path(config.artifact))
@@ -222,7 +227,7 @@ def pool_setup(kvc: Any) -> Any:
         params=params,
         artifact_id=artifact.id,
         layer_ids=tuple(layer_ids),
-        context=kvc.model_config.context_len + _ROW_SLACK,
+        context=kvc.model_config.context_len + ROW_SLACK,
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,
         prefill_attention=config.prefill_attention,

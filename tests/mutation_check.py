@@ -114,6 +114,27 @@ POOL_FAULTS = {
     "channels of the next page": Fault(
         "reference.py", "channels[layer][slots // seg", "channels[layer][1 + slots // seg"
     ),
+    "keys encoded for another tile": Fault(
+        "reference.py",
+        "encode_k(spec, params, k_rot, batch.positions)",
+        "encode_k(spec, params, k_rot, batch.positions + 16)",
+    ),
+    "keys decoded for another tile": Fault(
+        "reference.py",
+        "read_history(seg, layer, slots[part], positions)",
+        "read_history(seg, layer, slots[part], positions + 16)",
+    ),
+    "lost sinks decoded for another tile": Fault(
+        "reference.py",
+        "read_history(seg, layer, slots, positions)",
+        "read_history(seg, layer, slots, positions + 16)",
+    ),
+    "queries turned as keys are": Fault(
+        "reference.py", "rotate(q, params.queries)", "rotate(q, params.r_k)"
+    ),
+    "metadata of a row of 2 bits": Fault(
+        "stores.py", "meta_size = h.block_bytes - k_size", "meta_size = h.block_bytes - v_size"
+    ),
     "empty segment not guarded": Fault(
         "reference.py", "torch.where(total > 0, 1 / total, torch.zeros_like(total))", "1 / total"
     ),

@@ -20,7 +20,7 @@ from pathlib import Path
 from oscar_sglang.calibration.collect import collect, load_model, score
 from oscar_sglang.calibration.data import load_tokens
 from oscar_sglang.calibration.fit import fit_layer
-from oscar_sglang.calibration.pipeline import Fitter
+from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.calibration.widths import probe_ids
 from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
 from oscar_sglang.sglang_stats import collect_in_sglang

@@ -10,7 +10,7 @@ from oscar_sglang import artifact as art
 from oscar_sglang.calibration import CalibrationError, calibrate, widths
 from oscar_sglang.calibration.collect import collect, load_model, score
 from oscar_sglang.calibration.emulate import quantise
-from oscar_sglang.calibration.pipeline import Fitter
+from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore
 from oscar_sglang.sizing import make_plan

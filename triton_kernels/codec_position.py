@@ -122,9 +122,7 @@ def mean_matrix(rope: Rope, mean: torch.Tensor) -> torch.Tensor:
     return n
 
 
-def lift_of(
-    rope: Rope, mean: torch.Tensor, r_k: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lift_of(rope: Rope, mean: torch.Tensor, r_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lift [Hk, D, D] float16 and unit [Hk] float32 with ``w A = table[tile] @ lift * unit``.
 
     unit is a power of two that brings the largest element into [2^13, 2^14), so that small ones

@@ -150,7 +150,7 @@ class MemoryPlan:
     ``itemsize`` is that of a window element (the model's dtype), ``scratch_itemsize`` that of a
     materialised row. ``widths``: (k_bits, v_bits) of each layer; empty where all layers are
     ``history``. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
-    device for one KV head; ``workspace_bytes`` are the kernels' own static buffers.
+    device for one KV head, ``table_bytes`` what it keeps for all layers; ``workspace_bytes`` are the kernels' own static buffers.
     """
 
     layers: int
@@ -164,6 +164,7 @@ class MemoryPlan:
     codec_floats: int = 0
     workspace_bytes: int = 0
     widths: tuple[tuple[int, int], ...] = ()
+    table_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.widths and len(self.widths) != self.layers:
@@ -218,7 +219,7 @@ class MemoryPlan:
 
     @property
     def codec_bytes(self) -> int:
-        return self.layers * self.history.kv_heads * self.codec_floats * 4
+        return self.layers * self.history.kv_heads * self.codec_floats * 4 + self.table_bytes
 
     @property
     def fixed_bytes(self) -> int:
