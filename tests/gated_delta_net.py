@@ -1,6 +1,6 @@
 """Gated DeltaNet layers on a CPU, for tests: SGLang has them for GPUs and Intel servers only.
 
-The formulas are those of transformers' own Qwen3-Next.
+The delta rule is transformers' own, of its Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ def _runs(query_start_loc, cache_indices):
     return zip(starts, starts[1:], cache_indices.tolist(), strict=False)
 
 
+def _convolve(x, state, weight, bias):
+    """Depthwise causal convolution and SiLU of x [B, C, T] after state [B, C, width - 1], which
+    becomes the last inputs."""
+    seen = torch.cat([state, x], dim=-1).to(weight.dtype)
+    state.copy_(seen[..., -state.shape[-1] :])
+    out = F.conv1d(seen, weight[:, None], bias, groups=len(weight))
+    return F.silu(out[..., -x.shape[-1] :]).to(x.dtype)
+
+
 def causal_conv1d_fn_cpu(
     x, weight, bias, *, conv_states, query_start_loc, cache_indices, has_initial_state, **_
 ):
     """x [channels, T], sequences one after the other; states [slots, channels, width - 1]."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_causal_conv1d_update
-
     out = torch.empty_like(x)
     for i, (start, end, slot) in enumerate(_runs(query_start_loc, cache_indices)):
         if not has_initial_state[i]:
             conv_states[slot] = 0
         state = conv_states[slot : slot + 1]
         rows = x[None, :, start:end]
-        out[:, start:end] = torch_causal_conv1d_update(rows, state, weight, bias)[0]
+        out[:, start:end] = _convolve(rows, state, weight, bias)[0]
     return out
 
 
 def causal_conv1d_update_cpu(x, conv_states, weight, bias, _activation, *, conv_state_indices):
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_causal_conv1d_update
-
     state = conv_states[conv_state_indices]
-    out = torch_causal_conv1d_update(x[..., None], state, weight, bias)[..., 0]
+    out = _convolve(x[..., None], state, weight, bias)[..., 0]
     conv_states[conv_state_indices] = state
     return out
 

@@ -164,4 +164,4 @@ def test_no_interval_on_a_cpu():
 
     args = SimpleNamespace(device="cpu", page_size=1)
     with pytest.raises(OscarError, match="checks every step on a CPU"):
-        finish_arguments(args, OscarConfig(debug_tags=True, debug_tags_every=4))
+        finish_arguments(None, args, OscarConfig(debug_tags=True, debug_tags_every=4))

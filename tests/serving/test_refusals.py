@@ -98,9 +98,9 @@ CASES = {
     "captured prefill": (
         "llama",
         "good",
-        ("--cuda-graph-backend-prefill", "tc_piecewise"),
+        ("--cuda-graph-backend-prefill", "full"),
         {},
-        ["--cuda-graph-backend-prefill tc_piecewise", "disabled"],
+        ["--cuda-graph-backend-prefill full", "disabled"],
     ),
     "captured prefill in JSON": (
         "llama",
