@@ -150,7 +150,8 @@ class MemoryPlan:
     ``itemsize`` is that of a window element (the model's dtype), ``scratch_itemsize`` that of a
     materialised row. ``widths``: (k_bits, v_bits) of each layer; empty where all layers are
     ``history``. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
-    device for one KV head, ``table_bytes`` what it keeps for all layers; ``workspace_bytes`` are the kernels' own static buffers.
+    device for one KV head, ``table_bytes`` what it keeps for all layers; ``workspace_bytes`` are
+    the kernels' own static buffers.
     """
 
     layers: int
