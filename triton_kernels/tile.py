@@ -66,7 +66,7 @@ def head_base(slot, head, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr)
 def half_offsets(
     slot, head, KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
 ):
-    """Offsets of the halves of K (KV=0) or V (KV=1) rows of ``slot`` [n] -> [n, D/16 bits] int64."""
+    """Offsets of the halves of K (KV=0) or V (KV=1) rows of ``slot`` [n] -> [n, halves] int64."""
     HALVES: tl.constexpr = D * (2 + 2 * (FORM // (8 << KV) % 2)) // 16  # of a row
     CH: tl.constexpr = 8 if HALVES >= 8 else HALVES  # of a chunk
     BEFORE: tl.constexpr = KV * D * (2 + 2 * (FORM // 8 % 2))  # of K
