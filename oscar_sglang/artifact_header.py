@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .fingerprint import METADATA_KEY, Fingerprint
+from .fingerprint import Fingerprint
 from .kernels.codec import CODECS
 from .kernels.layout import SUPPORTED_HEAD_DIMS
+from .weights import METADATA_KEY
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 identified the weights by a sample that missed most changes
 CALIBRATE = "make one with: oscar-sglang calibrate --model DIR --out FILE"
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_COUNT = 4096  # layers or heads
@@ -111,9 +112,10 @@ def _parse(path: Path, meta: dict[str, Any]) -> Header:
     version = meta.get("format_version")
     if version != FORMAT_VERSION:
         newer = isinstance(version, int) and version > FORMAT_VERSION
+        older = "it may be another model's than it says; " if version == 1 else ""
         raise ArtifactError(
             f"{path}: format_version is {_show(version)}, this oscar_sglang reads "
-            f"{FORMAT_VERSION}; "
+            f"{FORMAT_VERSION}; {older}"
             + ("upgrade oscar_sglang or " if newer else "")
             + "calibrate again: oscar-sglang calibrate --model DIR --out FILE"
         )

@@ -286,7 +286,8 @@ def portable_kernels() -> bool:
 
 
 def cache_dir() -> Path:
-    """Where automatic artifacts live: $OSCAR_SGLANG_CACHE, else the XDG cache directory."""
+    """Where artifacts and compiled kernels live: $OSCAR_SGLANG_CACHE, else the XDG cache
+    directory."""
     if explicit := os.environ.get("OSCAR_SGLANG_CACHE"):
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

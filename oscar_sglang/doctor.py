@@ -38,7 +38,9 @@ def examine(model: Path | None = None, artifact: Path | None = None) -> Iterator
         import sglang  # noqa: F401
     except ImportError as error:
         yield Check(
-            "sglang", FAIL, f"cannot be imported ({error}); pip install oscar-sglang[sglang]"
+            "sglang",
+            FAIL,
+            f"cannot be imported ({error}); pip install '.[sglang]' in this package's checkout",
         )
     else:
         yield from hooks()

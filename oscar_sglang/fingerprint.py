@@ -1,7 +1,7 @@
 """What a model must have in common with the model an artifact was calibrated on.
 
-Read from ``config.json`` and a sample of the weight files, before any weight is loaded and without
-transformers. Standard library only.
+Read from ``config.json`` and the weight files (``weights``), before any weight is loaded and
+without transformers. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-NO_WEIGHTS = "none"
+from .weights import FingerprintError, hash_weights
+
+__all__ = ["Fingerprint", "FingerprintError"]
+
 LINEAR_LAYER = "linear_attention"
-METADATA_KEY = "oscar_sglang"  # of our own safetensors files
-_HEADER_BYTES = 256
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
 
 # Names that different model families use for the same number, most common first.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -26,9 +24,21 @@ _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
-
-class FingerprintError(ValueError):
-    """The model directory does not say what the plugin needs to know about its attention."""
+# Settings of RoPE outside its own dictionary, and kinds that need to know the trained context.
+_ROPE = (
+    *("rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_dim", "rotary_emb_base"),
+    *("rope_interleave", "no_rope_layers", "no_rope_layer_interval"),
+)
+_STRETCHED = ("dynamic", "yarn", "longrope")
+# What else in a config.json changes K, V or Q with the same weights.
+_SETTINGS = (
+    *("hidden_act", "hidden_activation", "activation_function"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "clip_qkv", "use_qk_norm", "qk_layernorm"),
+    *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "scoring_func"),
+    *("n_group", "topk_group", "topk_method"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,8 @@ class Fingerprint:
     layers        that have K and V: in a hybrid model fewer than the model has
     heads, kv_heads, head_dim  of the whole model, before any tensor parallelism
     rope          canonical JSON of theta and scaling (K is calibrated after RoPE)
-    weights       hash of a sample of the weight files, or ``"none"`` if there are none
+    settings      canonical JSON of other settings that K, V and Q depend on
+    weights       ``weights.hash_weights``, ``"none"`` if there are none
     """
 
     architecture: str
@@ -48,6 +59,7 @@ class Fingerprint:
     kv_heads: int
     head_dim: int
     rope: str
+    settings: str
     weights: str
 
     @classmethod
@@ -67,6 +79,7 @@ class Fingerprint:
             kv_heads=_number(model_dir, text, _KV_HEADS, heads),
             head_dim=_head_dim(model_dir, text, heads),
             rope=canonical_rope(text),
+            settings=_canonical({name: text.get(name) for name in _SETTINGS}),
             weights=hash_weights(model_dir),
         )
 
@@ -118,40 +131,20 @@ def canonical_rope(text: dict[str, Any]) -> str:
     kind = rope.pop("rope_type", kind)
     if kind not in (None, "default"):
         rope["rope_type"] = kind
-    for name in ("rope_theta", "partial_rotary_factor"):
+    for name in _ROPE:
         if text.get(name) is not None:
             rope.setdefault(name, text[name])
+    if kind in _STRETCHED and rope.get("original_max_position_embeddings") is None:
+        rope["original_max_position_embeddings"] = text.get("max_position_embeddings")
     if rope.get("partial_rotary_factor") == 1:
         del rope["partial_rotary_factor"]
-    numbers = {k: float(v) if _is_number(v) else v for k, v in rope.items() if v is not None}
+    return _canonical(rope)
+
+
+def _canonical(values: dict[str, Any]) -> str:
+    """JSON that does not tell 1 from 1.0, or null from nothing."""
+    numbers = {k: float(v) if _is_number(v) else v for k, v in values.items() if v is not None}
     return json.dumps(numbers, sort_keys=True, separators=(",", ":"))
-
-
-def hash_weights(model_dir: Path) -> str:
-    """16 hex digits over size and ``_SAMPLES`` pieces of every weight file, in name order.
-
-    Our own artifacts, which users keep beside the weights, are not weights.
-    """
-    files = sorted(
-        p for p in Path(model_dir).iterdir() if p.suffix in WEIGHT_SUFFIXES and not _is_artifact(p)
-    )
-    if not files:
-        return NO_WEIGHTS
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
-
-
-def _is_artifact(path: Path) -> bool:
-    """Whether the safetensors header at the start of the file has our metadata key."""
-    with path.open("rb") as file:
-        return f'"{METADATA_KEY}":'.encode() in file.read(_HEADER_BYTES)
 
 
 def _is_number(value: Any) -> bool:

@@ -125,7 +125,7 @@ class OscarGpuBackend(AttentionBackend):
         fb = forward_batch
         if fb.forward_mode.is_idle():
             return
-        tags = self.tags if self.tags and self.tags.armed and not in_capture else None
+        tags = self.tags if self.tags and not in_capture and self.tags.live() else None
         if tags:
             tags.seal()
         if fb.forward_mode.is_decode():

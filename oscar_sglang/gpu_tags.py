@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_EVERY = 16
 BYTES_PER_SLOT = 32  # of ``slots`` and ``token``
+# Forwards of warm-up before ``arm``: a few for each captured size. Real ones soon are more.
+UNARMED_STEPS = 2000
 _SUM_BYTES = 1 << 23  # rows checksummed at a time; each byte is widened to 8
 
 
@@ -105,10 +107,23 @@ class GpuTags:
         self.row_chain, self.row_length, self.row_start = zeros(rows), zeros(rows), zeros(rows)
         self.fresh: Fresh | None = None
         self.armed = False
+        self.unarmed_steps = 0
         self.steps = self.checked_steps = self.checked_tokens = self.probed_requests = 0
 
     def arm(self) -> None:
         self.armed = True
+
+    def live(self) -> bool:
+        """Whether the step that begins is a request's. Raises OwnershipError where ``arm`` was
+        forgotten: a server would say that tags are on while nothing is checked."""
+        self.unarmed_steps += not self.armed
+        if self.unarmed_steps > UNARMED_STEPS:
+            raise OwnershipError(
+                f"--oscar-debug-tags is on, but nothing has been checked in {UNARMED_STEPS} steps: "
+                "the checks were never armed (oscar_sglang.metrics.after_init has not run); "
+                "reinstall oscar-sglang, or drop the flag"
+            )
+        return self.armed
 
     def stats(self) -> dict[str, int]:
         names = ("every", "steps", "checked_steps", "checked_tokens", "probed_requests")

@@ -90,9 +90,11 @@ HOOKS = (
 READS = (
     Read("sglang.srt.arg_groups.fields.*", (
         "attention_backend", "chunked_prefill_size", "cuda_graph_config", "device",
-        "disaggregation_mode", "kv_cache_dtype", "load_format", "max_running_requests",
+        "disaggregation_mode", "download_dir", "enable_strict_thinking",
+        "json_model_override_args", "kv_cache_dtype", "load_format", "max_running_requests",
         "max_total_tokens", "mem_fraction_static", "model_path", "page_size", "revision",
-        "tp_size"), by="startup, refusals, sizing, sglang_stats"),
+        "tp_size"),
+         by="startup, model_folder, refusals, sizing, sglang_stats"),
     Read(_ARGS, ("resolve_once",), by="arguments, sglang_stats"),
     Read(_ENGINE, ("server_args_class",), by="arguments"),
     Read(_KVC, ("attn_dp_size", "device", "layer_info", "mambaish_config", "model_config",

@@ -59,6 +59,11 @@ def refuse_options(args: Any) -> None:
             "--kv-cache-dtype int2 does not work with prefill/decode disaggregation yet; "
             f"drop --disaggregation-mode {mode}"
         )
+    if getattr(args, "device", None) == "cpu" and _is_set(args, "enable_strict_thinking"):
+        raise OscarError(
+            "--enable-strict-thinking masks tokens on a GPU only and would end a CPU server at the "
+            "first request; drop it (regex, json_schema and EBNF work on a CPU)"
+        )
     graph = _prefill_graph(args)
     if graph not in (None, "breakable", "disabled"):  # the rest captures attention itself
         raise OscarError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,10 @@ from .config import (
 )
 from .events import log_event
 from .hybrid import attention_layer_ids, is_hybrid
+from .kept import keep, save_temporary
 from .kernels.codec import CODECS
 from .kernels.codec_omni import chosen
+from .model_folder import model_folder
 from .refusals import refuse_model, refuse_options, refuse_page_size
 from .varlen import choose_library
 
@@ -75,7 +76,7 @@ def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarC
     library = choose_library(config.prefill_attention, torch.device(view.device))
     config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
-    config = config.with_artifact(*_find_artifact(view, config, model.context_len))
+    config = config.with_artifact(*_find_artifact(view, model, config))
     if view.device != "cpu" and any(
         4 in pair for pair in read_header(Path(config.artifact)).widths
     ):
@@ -87,57 +88,48 @@ def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarC
     return config
 
 
-def model_dir(view: Any) -> Path:
-    """The model's local folder; a hub name is downloaded to the cache SGLang itself uses."""
-    path = Path(view.model_path)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(view.model_path, revision=view.revision))
-
-
-def _find_artifact(view: Any, config: OscarConfig, context: int) -> tuple[Path, str]:
-    """The artifact's file and its codec. ``context``: tokens that a request may have."""
+def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, str]:
+    """The artifact's file and its codec. ``model``: SGLang's ModelConfig."""
     from . import artifact as art
 
-    folder = model_dir(view)
     codec = _codec_of(config)
     try:
-        fingerprint = art.Fingerprint.of(folder)
-        if config.artifact != "auto":
-            path = Path(config.artifact).expanduser()
-            if path.resolve().parent == folder.resolve() and path.suffix == ".safetensors":
-                raise OscarError(
-                    f"{path}: SGLang takes every .safetensors file in the model's folder for "
-                    "weights; move the artifact to another folder"
-                )
-            found = art.load(path)
-            art.check(found, fingerprint, config.codec)
-            _check_omni(path, found, config)
-            if config.bits is not None:
-                raise OscarError(
-                    f"{path}: which layers have 4 bits was chosen when it was calibrated; drop "
-                    "--oscar-bits, or calibrate with: oscar-sglang calibrate --codec position "
-                    f"--bits {config.bits} --model DIR --out FILE"
-                )
-            _warn(found, context)
-            return path, found.codec
-        if view.load_format == "dummy":
-            logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
-            return _save_temporary(art.data_free(fingerprint, codec, config.omni_options)), codec
-        from .calibration import CalibrationError, ensure_artifact
+        with model_folder(view, model) as folder:
+            if config.artifact != "auto":
+                path = Path(config.artifact).expanduser()
+                beside = path.resolve().parent == Path(view.model_path).resolve()
+                if beside and path.suffix == ".safetensors":
+                    raise OscarError(
+                        f"{path}: SGLang takes every .safetensors file in the model's folder for "
+                        "weights; move the artifact to another folder"
+                    )
+                found = art.load(path)
+                art.check(found, art.Fingerprint.of(folder), config.codec)
+                _check_omni(path, found, config)
+                if config.bits is not None:
+                    raise OscarError(
+                        f"{path}: which layers have 4 bits was chosen when it was calibrated; drop "
+                        "--oscar-bits, or calibrate with: oscar-sglang calibrate --codec position "
+                        f"--bits {config.bits} --model DIR --out FILE"
+                    )
+                _warn(found, model.context_len)
+                return path, found.codec
+            if view.load_format == "dummy":
+                logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
+                fingerprint = art.Fingerprint.of(folder)
+                return keep(art.data_free(fingerprint, codec, config.omni_options)), codec
+            from .calibration import CalibrationError, ensure_artifact
 
-        try:
-            made, path, created = ensure_artifact(
-                folder, codec, config.omni_options, bits=config.bits
-            )
-        except CalibrationError as error:
-            raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
+            try:
+                made, path, created = ensure_artifact(
+                    folder, codec, config.omni_options, bits=config.bits
+                )
+            except CalibrationError as error:
+                raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
         log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
-        _warn(made, context)
-        return path or _save_temporary(made), codec
+        _warn(made, model.context_len)
+        return path or save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
 
@@ -175,12 +167,6 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
             f"{path}: holds {holds}, asked for --oscar-omni-{name} {value}; drop the flag, or drop "
             "--oscar-artifact"
         )
-
-
-def _save_temporary(artifact: Any) -> Path:
-    path = Path(tempfile.mkdtemp(prefix="oscar_sglang_")) / "artifact.safetensors"
-    artifact.save(path)
-    return path
 
 
 def pool_setup(kvc: Any) -> Any:

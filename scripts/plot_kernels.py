@@ -1,17 +1,20 @@
 """Plot speed-up of decode attention over BF16 against context, from a bench_kernels.py JSON.
 
-python scripts/plot_kernels.py scripts/results/kernels-h200.json scripts/results/kernels-h200.png
+pip install '.[plots]'
+python scripts/plot_kernels.py scripts/results/kernels-h200.json OUT.png
 """
 
 import json
 import sys
 
-import matplotlib
-
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import matplotlib.pyplot as plt  # noqa: E402
 
-from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
+from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout  # noqa: E402
 
 
 def ceiling(context: int) -> float:

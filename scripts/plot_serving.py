@@ -1,5 +1,6 @@
 """Plot speed-ups of the 2-bit cache over BF16 and FP8 per scenario, from a bench_serving.py JSON.
 
+    pip install '.[plots]'
     python scripts/plot_serving.py scripts/results/serving-h200.json [OUT.png] [--markdown]
 
 ``--markdown`` prints the README's table. Times count inversely: more than 1 is faster.
@@ -12,10 +13,12 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
-
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent / "lib"))
 from serving_rows import BASELINES, label, markdown, ordered  # noqa: E402

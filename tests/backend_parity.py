@@ -4,8 +4,9 @@
 
 Without a GPU the GPU backend's Triton kernels run under the interpreter and FlashAttention is
 replaced by the reference. Its debug tags check every EVERY-th step. Prints one JSON object:
-relative differences of logits, sink-cache counters, what the tags have seen and what they say to
-faults. With a GPU only the last two, of the backend as it is served there.
+relative differences of logits, sink-cache counters, (splits, requests) of each plan, what the
+tags have seen and what they say to faults. With a GPU only the last two, of the backend as it is
+served there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,23 @@ def scenario(runner: Runner, base: int, n: dict[str, int]) -> list[torch.Tensor]
     short = runner.request(base + 3, b, n["short"])
     out.append(runner.extend((short, ids[2][20:24]), (a, [ids[3][9]])))
     return out
+
+
+def several_splits() -> list[tuple[int, int]]:
+    """More splits than a CPU would be given, of as little work as a split may have. Returns the
+    (splits, requests) of every step that is planned, a list that grows."""
+    from oscar_sglang.kernels import attend, decode, plan
+
+    seen, original = [], decode.plan_attend
+
+    def planned(*args, **kwargs):
+        made = original(*args, min_units=plan.WINDOW_COST.value, **kwargs)
+        seen.append((int(made[1]), int(made[2])))
+        return made
+
+    decode.plan_attend = planned
+    attend.choose_splits = lambda *_: 12
+    return seen
 
 
 def move_ring(runner: Runner) -> None:
@@ -114,7 +132,7 @@ def main(model: str, codec: str, every: str) -> None:
     expected = scenario(runner, 1, lengths)
     reference_counts = runner.pool.device_counters.clone()
 
-    from oscar_sglang import prefix_tiles
+    splits = several_splits()
     from oscar_sglang.gpu_backend import OscarGpuBackend
     from oscar_sglang.kernels.decode import DecodeAttention
 
@@ -131,16 +149,20 @@ def main(model: str, codec: str, every: str) -> None:
         block=block,
     )
     backend = OscarGpuBackend(runner.runner)
-    prefix_tiles._MIN_SPLIT, backend.query_blocks = 5, 8  # several splits of a few keys each
     runner.runner.attn_backend = backend
     backend._watch(int(every))
     runner.pool.tags.arm()
     got = scenario(runner, 5, lengths)
     tags = runner.pool.stats()["debug_tags"]
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]
+    planned = list(splits)
     counts = (runner.pool.device_counters - reference_counts).tolist()
     result = {"differences": differences, "counts": [reference_counts.tolist(), counts]}
-    result |= {"tags": tags, "faults": faults(runner) if codec == "feedback" else {}}
+    result |= {
+        "splits": planned,
+        "tags": tags,
+        "faults": faults(runner) if codec == "feedback" else {},
+    }
     print(json.dumps(result))
 
 

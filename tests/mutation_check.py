@@ -1,7 +1,8 @@
-"""Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels and in the CUDA
-kernels, one at a time: each must fail a test.
+"""Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels, in the CUDA
+kernels and in what surrounds them, one at a time: each must fail a test.
 
     python tests/mutation_check.py [NAME ...]
+    python tests/mutation_check.py --few NUMBER     one of each kind, others for the next number
 
 No file is changed: each fault is put into the source while a forked child imports it, or into a
 copy that the child builds. Kernels run in Triton's interpreter and in the emulator, so this is for
@@ -10,32 +11,19 @@ a machine without a GPU. Exit status 1 if a fault passes all tests.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.machinery
-import io
-import json
-import linecache
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).parent
-KERNELS = HERE.parent / "triton_kernels"
+from planted import HERE, Fault, failing_tests
+
 POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test_faults.py")
 POOL_TESTS += ("test_ownership.py",)
 KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
 CUDA_TESTS = ("kernels/test_emulated.py",)
-SKIP = "not calibrat and not cache and not disk"
-
-
-class Fault(NamedTuple):
-    file: str
-    old: str
-    new: str
+HOST_TESTS = ("test_weights.py", "test_kept.py", "test_gpu_tags.py")
 
 
 POOL_FAULTS = {
@@ -257,84 +245,81 @@ CUDA_FAULTS = {
 }
 
 
-def faulty(fault: Fault) -> str:
-    """The source of ``fault.file`` with the fault."""
-    source = (KERNELS / fault.file).read_text()
-    if source.count(fault.old) != 1:
-        raise SystemExit(f"{fault.file} holds {fault.old!r} {source.count(fault.old)} times")
-    return source.replace(fault.old, fault.new)
+HOST_FAULTS = {
+    "weights: half as many pieces": Fault(
+        "../oscar_sglang/weights.py",
+        "(t.size * i // count, PIECE)",
+        "(t.size * (i // 2) // count, PIECE)",
+    ),
+    "weights: experts count as one": Fault(
+        "../oscar_sglang/weights.py", "count *= stacked", "count *= 1"
+    ),
+    "weights: names do not count": Fault(
+        "../oscar_sglang/weights.py", "[t.name, t.kind, t.shape, content]", "[t.kind, content]"
+    ),
+    "weights: the head counts": Fault(
+        "../oscar_sglang/weights.py", "if not _HEAD.search(t.name)", "if t.name"
+    ),
+    "weights: a tied head does not": Fault(
+        "../oscar_sglang/weights.py",
+        "if any(_EMBEDDING.search(t.name) for t in tensors):",
+        "if tensors:",
+    ),
+    "weights: optimiser states count": Fault(
+        "../oscar_sglang/weights.py", "if not n.endswith(_NOT_WEIGHTS)", "if n"
+    ),
+    "weights: files beside the index count": Fault(
+        "../oscar_sglang/weights.py", "[n for n in files if n in wanted]", "files"
+    ),
+    "kept: what is in use is swept": Fault(
+        "../oscar_sglang/kept.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"
+    ),
+    "kept: damaged files are trusted": Fault(
+        "../oscar_sglang/kept.py", "read_header(path)  #", "path.stat() or read_header(path)  #"
+    ),
+    "tags: never armed, never noticed": Fault(
+        "../oscar_sglang/gpu_tags.py",
+        "self.unarmed_steps > UNARMED_STEPS",
+        "self.unarmed_steps < 0",
+    ),
+}
 
 
-def mutate(fault: Fault) -> None:
-    """Imports of ``fault.file`` in this process compile the faulty source."""
-    if fault.file.endswith(".cu"):
-        folder = Path(tempfile.mkdtemp())
-        shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
-        (folder / fault.file).write_text(faulty(fault))
-        os.environ["OSCAR_KERNEL_SOURCES"] = str(folder)
-        return
-    target, loader = KERNELS / fault.file, importlib.machinery.SourceFileLoader
-    original = loader.get_code
+class Kind(NamedTuple):
+    """Faults, the tests that must notice one, those of them that cannot (pytest's -k), and whether
+    all failures are named: interpreted kernels are slow, and one will do."""
 
-    def get_code(self, fullname):
-        if Path(self.path).resolve() != target.resolve():
-            return original(self, fullname)
-        source = faulty(fault)
-        # Triton's interpreter reads a kernel's source again; no date: never checked against disk.
-        linecache.cache[self.path] = (len(source), None, source.splitlines(True), self.path)
-        return compile(source, self.path, "exec")
-
-    loader.get_code = get_code
+    faults: dict[str, Fault]
+    tests: tuple[str, ...]
+    choose: str = ""
+    all: bool = False
 
 
-class Failures:
-    """A pytest plugin: the names of tests that failed."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def pytest_runtest_logreport(self, report) -> None:
-        if report.failed:
-            self.names.append(report.nodeid.rpartition("/")[2])
-
-    def pytest_collectreport(self, report) -> None:
-        if report.failed:
-            self.names.append(f"{report.nodeid} cannot be imported")
+KINDS = {
+    "cuda": Kind(CUDA_FAULTS, CUDA_TESTS),
+    "triton": Kind(KERNEL_FAULTS, KERNEL_TESTS),
+    "pool": Kind(POOL_FAULTS, POOL_TESTS, "not calibrat and not cache and not disk", all=True),
+    "host": Kind(HOST_FAULTS, HOST_TESTS, "not sglangs and not random_walks"),
+}
 
 
-def failing_tests(fault: Fault | None, tests: tuple[str, ...]) -> list[str]:
-    """Run ``tests`` in a forked child that holds ``fault``."""
-    import pytest
-
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        found = Failures()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            if fault:
-                mutate(fault)
-            options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
-            # The interpreter is slow: one failing test will do.
-            options += ["-k", SKIP] if set(tests) == set(POOL_TESTS) else ["-x"]
-            pytest.main([*options, *(str(HERE / t) for t in tests)], plugins=[found])
-        os.write(write, json.dumps(found.names[:400]).encode()[:60000])
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        names = json.loads(pipe.read() or '["the run crashed"]')
-    os.waitpid(child, 0)
-    return names
+def few(number: int) -> list[str]:
+    """Names of one fault of each kind; consecutive numbers go round all of them."""
+    return [list(faults)[number % len(faults)] for faults, *_ in KINDS.values()]
 
 
-def check(faults: dict[str, Fault], tests: tuple[str, ...], wanted: list[str]) -> int:
-    """How many of the faults that are ``wanted`` (all, if none is named) pass every test."""
-    faults = {name: f for name, f in faults.items() if not wanted or name in wanted}
-    if faults and (clean := failing_tests(None, tests)):
+def check(kind: Kind, wanted: list[str], once: bool) -> int:
+    """How many of the faults that are ``wanted`` (all, if none is named) pass every test. ``once``:
+    stop at the first failure, and leave it to others that there is none without a fault."""
+    faults = {name: f for name, f in kind.faults.items() if not wanted or name in wanted}
+    stop = once or not kind.all
+    if faults and not once and (clean := failing_tests(None, kind.tests, kind.choose, stop)):
         raise SystemExit(f"fail even without a fault: {', '.join(clean)}")
     missed = 0
     for name, fault in faults.items():
-        own = f"test_{Path(fault.file).stem}"  # first, as the kernels stop at the first failure
-        names = failing_tests(fault, tuple(sorted(tests, key=lambda t: own not in t)))
+        own = f"test_{Path(fault.file).stem}"  # first, where the first failure ends it
+        tests = tuple(sorted(kind.tests, key=lambda t: own not in t))
+        names = failing_tests(fault, tests, kind.choose, stop)
         missed += not names
         files = {f: [n for n in names if n.startswith(Path(f).name)] for f in tests}
         caught = "; ".join(f"{v[0]} (+{len(v) - 1})" for v in files.values() if v)
@@ -343,7 +328,10 @@ def check(faults: dict[str, Fault], tests: tuple[str, ...], wanted: list[str]) -
 
 
 def main(wanted: list[str]) -> int:
-    if unknown := set(wanted) - {*POOL_FAULTS, *KERNEL_FAULTS, *CUDA_FAULTS}:
+    once = wanted[:1] == ["--few"]
+    if once:
+        wanted = few(int(wanted[1]))
+    if unknown := set(wanted) - {name for faults, *_ in KINDS.values() for name in faults}:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
     sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
     os.environ.setdefault("OSCAR_OWNERSHIP", "400x3")
@@ -356,14 +344,13 @@ def main(wanted: list[str]) -> int:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at its import, so before SGLang's
     import triton.experimental.gluon.language  # noqa: F401
 
-    missed = check(CUDA_FAULTS, CUDA_TESTS, wanted)
-    missed += check(KERNEL_FAULTS, KERNEL_TESTS, wanted)
+    missed = sum(check(KINDS[kind], wanted, once) for kind in ("cuda", "triton"))
     del os.environ["TRITON_INTERPRET"]
     import hypothesis  # noqa: F401  (imports that every child would repeat)
     import sglang.srt.mem_cache.radix_cache  # noqa: F401
     import transformers  # noqa: F401
 
-    missed += check(POOL_FAULTS, POOL_TESTS, wanted)
+    missed += sum(check(KINDS[kind], wanted, once) for kind in ("pool", "host"))
     return int(missed > 0)
 
 

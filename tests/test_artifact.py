@@ -16,12 +16,11 @@ import torch
 from oscar_sglang import artifact as art
 from oscar_sglang.artifact import Artifact, ArtifactError, Fingerprint, FingerprintError
 from oscar_sglang.config import OMNI_CHOICES
-from oscar_sglang.fingerprint import hash_weights
 from oscar_sglang.kernels.codec import CODECS, LayerParams
 from oscar_sglang.kernels.codec_omni import OPTIONS
 from oscar_sglang.kernels.codec_position import Rope
 
-FINGERPRINT = Fingerprint("LlamaForCausalLM", 2, 8, 4, 16, '{"rope_theta":10000.0}', "0123")
+FINGERPRINT = Fingerprint("LlamaForCausalLM", 2, 8, 4, 16, '{"rope_theta":10000.0}', "{}", "0123")
 
 
 def _orthogonal(heads: int, d: int, generator: torch.Generator) -> torch.Tensor:
@@ -66,7 +65,7 @@ def rewrite(path: Path, tensors=None, drop=(), made: str = "feedback", **meta) -
     """A valid artifact file with some tensors and metadata replaced, unchecked."""
     artifact = make(made)
     head = {
-        "format_version": 1,
+        "format_version": 2,
         "fingerprint": dataclasses.asdict(artifact.fingerprint),
         "codec": artifact.codec,
         "options": {},
@@ -166,10 +165,17 @@ def test_truncated(path, keep):
     refuses(path, "truncated")
 
 
-@pytest.mark.parametrize("version, part", [(2, "upgrade"), (0, "calibrate"), (None, "None")])
+@pytest.mark.parametrize(
+    "version, part",
+    [(3, "upgrade"), (1, "may be another model's"), (0, "calibrate"), (None, "None")],
+)
 def test_format_version(path, version, part):
-    rewrite(path, format_version=version)
-    refuses(path, "format_version", "reads 1", part)
+    """A file of version 1 has another fingerprint, too: what to do must be said all the same."""
+    fingerprint = dataclasses.asdict(FINGERPRINT)
+    if version == 1:
+        del fingerprint["settings"]
+    rewrite(path, format_version=version, fingerprint=fingerprint)
+    refuses(path, "format_version", "reads 2", part, "oscar-sglang calibrate --model DIR")
 
 
 def test_unknown_codec(path):
@@ -415,6 +421,44 @@ def test_fingerprint_tells_ropes_apart(tmp_path):
     assert len({f.key for f in ropes}) == 4
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-5},
+        {"hidden_act": "gelu"},
+        {"num_experts_per_tok": 4},
+        {"rope_interleave": True},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 9},
+    ],
+    ids=str,
+)
+def test_fingerprint_counts_what_changes_activations(tmp_path, change):
+    assert fingerprint(tmp_path, **change).key != fingerprint(tmp_path).key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transformers_version": "9", "eos_token_id": [7], "use_cache": False},
+        {"max_position_embeddings": 10**6},
+        {"torch_dtype": "float16", "dtype": "float16"},
+        {"hidden_act": None, "partial_rotary_factor": 1},
+    ],
+    ids=str,
+)
+def test_fingerprint_counts_nothing_else(tmp_path, change):
+    assert fingerprint(tmp_path, **change) == fingerprint(tmp_path)
+
+
+def test_yarn_stretches_the_trained_context(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    a, b = (fingerprint(tmp_path, rope_scaling=yarn, max_position_embeddings=n) for n in (512, 999))
+    assert a != b
+    said = {**yarn, "original_max_position_embeddings": 512}
+    assert fingerprint(tmp_path, rope_scaling=said, max_position_embeddings=2048) == a
+
+
 def test_fingerprint_of_transformers_own_config(tmp_path):
     """The dictionary that a loaded config gives is the same model as its file."""
     from tiny_models import llama
@@ -425,19 +469,6 @@ def test_fingerprint_of_transformers_own_config(tmp_path):
     assert Fingerprint.of(folder, config) == Fingerprint.of(folder)
 
 
-def test_weight_hash_sees_size_and_content(tmp_path):
-    file = tmp_path / "model.safetensors"
-    hashes = []
-    for content in (b"a" * 100_000, b"a" * 100_001, b"a" * 99_999 + b"b", b"", b"tiny"):
-        file.write_bytes(content)
-        hashes.append(fingerprint(tmp_path).weights)
-    assert len(set(hashes)) == len(hashes)
-    (tmp_path / "other.json").touch()
-    assert fingerprint(tmp_path).weights == hashes[-1]
-    (tmp_path / "more.bin").touch()
-    assert fingerprint(tmp_path).weights != hashes[-1]
-
-
 def test_fingerprint_errors(tmp_path):
     with pytest.raises(FingerprintError, match="config.json: not found"):
         Fingerprint.of(tmp_path / "nowhere")
@@ -446,12 +477,3 @@ def test_fingerprint_errors(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FingerprintError, match="cannot be read as JSON"):
         Fingerprint.of(tmp_path)
-
-
-def test_an_artifact_beside_the_weights_is_not_a_weight(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 10000)
-    before = hash_weights(tmp_path)
-    make().save(tmp_path / "artifact.safetensors")
-    assert hash_weights(tmp_path) == before
-    (tmp_path / "more.safetensors").write_bytes(b"y" * 100)
-    assert hash_weights(tmp_path) != before

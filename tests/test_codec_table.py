@@ -41,5 +41,5 @@ def test_bits_are_those_of_the_plan_a_server_makes(codec):
 def _tensors(codec: str):
     from oscar_sglang.artifact import Fingerprint, data_free
 
-    fingerprint = Fingerprint("LlamaForCausalLM", 1, 32, 8, 128, "{}", "0")
+    fingerprint = Fingerprint("LlamaForCausalLM", 1, 32, 8, 128, "{}", "{}", "0")
     return data_free(fingerprint, codec).tensors().values()

@@ -160,3 +160,27 @@ class Both:
 
     def check_reads(self):
         self.cpu.check_reads()
+
+
+def test_tags_that_nobody_armed_stop_the_server(monkeypatch):
+    """Through the backend's own entry: silent while SGLang warms up, then an error."""
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from oscar_sglang import gpu_tags
+    from oscar_sglang.gpu_backend import OscarGpuBackend
+
+    monkeypatch.setattr(gpu_tags, "UNARMED_STEPS", 5)
+    pool = Watched()
+    counters = SimpleNamespace(demoted_tokens=0)
+    backend = SimpleNamespace(tags=pool.tags, pool=SimpleNamespace(counters=counters))
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1)
+    for capture in [True] * 20 + [False] * 5:
+        OscarGpuBackend.init_forward_metadata_out_graph(backend, batch, in_capture=capture)
+    assert not pool.tags.armed and pool.tags.unarmed_steps == 5
+    with pytest.raises(OwnershipError, match="never armed.*reinstall"):
+        OscarGpuBackend.init_forward_metadata_out_graph(backend, batch)
+    pool.tags.unarmed_steps = 0
+    pool.tags.arm()
+    assert all(pool.tags.live() for _ in range(20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,54 @@ def test_reference_and_calibration_need_no_triton():
         "print('ok')"
     )
     assert run(code).strip() == "ok"
+
+
+def test_one_place_knows_the_cache_directory():
+    """Anything else that made one of its own would not move with $OSCAR_SGLANG_CACHE."""
+    for folder in ("oscar_sglang", *FORBIDDEN):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "config.py")
+
+
+# Import name -> distribution, where they differ; and what transformers or SGLang bring with them.
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
+BROUGHT = {"huggingface_hub", "packaging", "tokenizers", "flashinfer", "pynvml", "sgl_kernel"}
+
+
+def declared() -> set[str]:
+    """Distributions that pyproject.toml and the requirement files name."""
+    project = (ROOT / "pyproject.toml").read_text()
+    found = set(re.findall(r'"([A-Za-z0-9_.-]+)(?:[=>][^"]*)?"', project))
+    for file in (ROOT / "scripts").glob("requirements-*.txt"):
+        lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+        found |= {re.split(r"[=><\[]", line)[0] for line in lines if line}
+    found |= set(re.findall(r"([\w-]+)==", (ROOT / "scripts" / "setup_env.sh").read_text()))
+    return found
+
+
+def test_everything_imported_is_installed_by_something():
+    folders = ("oscar_sglang", "scripts", "tests", *FORBIDDEN)
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    files = [p for p in files if "standins" not in p.parts]
+    ours = {p.stem for p in files} | {p.parent.name for p in files}
+    names = {name: p for p in files for name in imports(p)}
+    foreign = {n for n in names if n not in ours | BROUGHT | sys.stdlib_module_names}
+    assert {"matplotlib", "psutil", "hypothesis"} <= foreign
+    missing = {n for n in foreign if DISTRIBUTIONS.get(n, n) not in declared()}
+    assert not missing, {n: str(names[n]) for n in missing}
+
+
+@pytest.mark.parametrize("script", ["plot_kernels.py", "plot_serving.py"])
+def test_a_plot_without_matplotlib_says_what_to_install(script):
+    code = (
+        "import runpy, sys; sys.modules['matplotlib'] = None\n"
+        f"runpy.run_path('scripts/{script}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "pip install '.[plots]'" in done.stderr
+    assert re.search(r'^plots = \["matplotlib"', (ROOT / "pyproject.toml").read_text(), re.M)
 
 
 @pytest.mark.parametrize("where", ["repository root", "elsewhere"])

@@ -1,7 +1,7 @@
 """Compile CUDA C++ at run time with the NVRTC that PyTorch's wheels bring; cubins are kept on disk.
 
-No toolkit is needed: our sources include no headers. The cache is
-``$XDG_CACHE_HOME/oscar_sglang/kernels`` (default ``~/.cache``), one file per source and options.
+No toolkit is needed: our sources include no headers. Cubins lie in ``kernels`` of our cache
+directory, one file per source and options.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import importlib.util
 import os
 import tempfile
 from pathlib import Path
+
+from ..config import cache_dir
 
 _LIBRARY_GLOBS = ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
 
@@ -94,11 +96,6 @@ def _compile(source: str, options: tuple[str, ...], name: str) -> bytes:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "oscar_sglang" / "kernels"
-
-
 def arch_of(capability: tuple[int, int]) -> str:
     major, minor = capability
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
@@ -113,7 +110,7 @@ def compile_cubin(source: str, arch: str, defines: dict[str, int], name: str) ->
         *(f"-D{key}={value}" for key, value in sorted(defines.items())),
     )
     digest = hashlib.sha256(repr((source, options, version())).encode()).hexdigest()[:32]
-    path = cache_dir() / f"{Path(name).stem}-{digest}.cubin"
+    path = cache_dir() / "kernels" / f"{Path(name).stem}-{digest}.cubin"
     if path.exists():
         return path.read_bytes()
     cubin = _compile(source, options, name)

@@ -8,7 +8,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .console import layer_table, positive, print_warnings, progress_bar, writable
+from .console import (
+    add_overrides,
+    layer_table,
+    overridden,
+    positive,
+    print_warnings,
+    progress_bar,
+    writable,
+)
 
 
 def add(commands) -> None:
@@ -23,6 +31,7 @@ def add(commands) -> None:
     p.add_argument("--tokens", type=positive, default=4096, help="tokens to run (default 4096)")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument("--seed", type=int, default=1, help="of the random ids (default 1)")
+    add_overrides(p)
     p.set_defaults(run=run_verify)
 
     p = commands.add_parser("import-zoo", help="make an artifact from published OSCAR rotations")
@@ -68,10 +77,10 @@ def run_verify(args: argparse.Namespace, console: Console) -> int:
     from ..calibration.verify import verify
 
     artifact = art.load(args.file)
-    with progress_bar(console) as progress:
+    with overridden(args) as model, progress_bar(console) as progress:
         found = verify(
             artifact,
-            Path(args.model),
+            model,
             args.data,
             args.tokens,
             device=args.device,

@@ -8,7 +8,16 @@ from pathlib import Path
 from rich.console import Console
 
 from ..config import CODEC_NAMES, OMNI_CHOICES
-from .console import layer_table, peak_memory, positive, print_warnings, progress_bar, writable
+from .console import (
+    add_overrides,
+    layer_table,
+    overridden,
+    peak_memory,
+    positive,
+    print_warnings,
+    progress_bar,
+    writable,
+)
 
 
 def add(commands) -> None:
@@ -47,6 +56,7 @@ def add(commands) -> None:
     p.add_argument(
         "--tp", type=positive, default=1, help="ranks that share the model (sglang; default 1)"
     )
+    add_overrides(p)
     for name, values in OMNI_CHOICES.items():
         p.add_argument(
             "--" + name.replace("_", "-"),
@@ -66,9 +76,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
     out = writable(Path(args.out), "--out")
     chosen = {n.removeprefix("omni_"): getattr(args, n) for n in OMNI_CHOICES}
-    with progress_bar(console) as progress:
+    with overridden(args) as model, progress_bar(console) as progress:
         artifact = calibrate(
-            args.model,
+            model,
             args.codec,
             args.data,
             args.tokens,

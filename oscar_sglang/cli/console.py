@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..model_folder import OVERRIDES_FLAG, overridden_folder, parse_overrides
+
 
 @contextmanager
 def progress_bar(console: Console):
@@ -86,6 +88,20 @@ def writable(path: Path | None, what: str) -> Path | None:
             raise IsADirectoryError(f"{what} {path} is a directory, expected a file name")
         path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        OVERRIDES_FLAG,
+        metavar="JSON",
+        help="changes to the model's config, as SGLang's flag of that name will be given",
+    )
+
+
+def overridden(args: argparse.Namespace):
+    """A context with ``args.model`` as a folder whose config has the overrides of ``args``."""
+    overrides = parse_overrides(args.json_model_override_args)
+    return overridden_folder([Path(args.model)], overrides)
 
 
 def positive(text: str) -> int:

@@ -32,7 +32,7 @@ COMPILED = [
 def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatch):
     if not nvrtc.available():
         pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path))
     shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
     shape |= {"K_BITS": 2, "V_BITS": 2}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
@@ -48,8 +48,9 @@ def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatc
         first = nvrtc.compile_cubin(source, arch, shape | extra, file)
         monkeypatch.setattr(nvrtc, "_compile", None)  # the second time comes from disk
         assert nvrtc.compile_cubin(source, arch, shape | extra, file) == first
+        assert list((tmp_path / "kernels").glob(f"{Path(file).stem}-*.cubin"))
         monkeypatch.undo()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path))
 
 
 def test_compile_errors_show_the_log():

@@ -67,6 +67,8 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
     assert max(result["differences"]) < 2e-3, result["differences"]
     reference, gpu = result["counts"]
     assert reference == gpu and reference[0] > 0 and reference[2] == 2
+    # Requests of a few hundred tokens, and yet in several splits each.
+    assert result["splits"] and all(n >= 2 * requests for n, requests in result["splits"])
     tags = result["tags"]
     assert tags["steps"] == every * tags["checked_steps"] == len(result["differences"])
     assert tags["checked_tokens"] * every > 1000 and tags["probed_requests"] * every > 12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import urllib.error
 
 import pytest
@@ -162,3 +164,45 @@ def test_chat_completions_and_errors(server):
     with pytest.raises(urllib.error.HTTPError) as error:
         server.generate([1] * 9000)
     assert error.value.code == 400 and "context length" in error.value.read().decode()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "open": {"type": "boolean"}},
+    "required": ["city", "open"],
+    "additionalProperties": False,
+}
+
+
+def constrained(server, **grammar) -> str:
+    sampling = {"temperature": 0, "max_new_tokens": 48, **grammar}
+    answer = server.request("/generate", {"text": PROMPTS[3], "sampling_params": sampling})
+    return answer["text"]
+
+
+def test_grammars(server):
+    """On a CPU as well, where one such request used to end the server."""
+    assert re.fullmatch("[0-9]{3}-[0-9]{4}", constrained(server, regex="[0-9]{3}-[0-9]{4}"))
+    assert constrained(server, ebnf='root ::= "yes" | "no"') in ("yes", "no")
+    texts = [constrained(server, json_schema=json.dumps(SCHEMA))]
+    answer = server.request(
+        "/v1/chat/completions",
+        {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "Is the library in Bern open? In JSON."}],
+            "max_tokens": 48,
+            "temperature": 0,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+            },
+        },
+    )
+    texts.append(answer["choices"][0]["message"]["content"])
+    for text in texts:
+        found = json.loads(text)
+        assert len(found["city"]) <= 8 and isinstance(found["open"], bool) and len(found) == 2
+    with pytest.raises(urllib.error.HTTPError) as error:
+        constrained(server, regex="[")
+    assert error.value.code == 400
+    assert server.generate([1, 2, 3])["output_ids"]

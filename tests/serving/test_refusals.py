@@ -64,6 +64,10 @@ MODELS = {
 CASES = {
     "truncated artifact": ("llama", "truncated", (), {}, ["truncated", "calibrate"]),
     "not an artifact": ("llama", "text", (), {}, ["text.safetensors", "calibrate"]),
+    "strict thinking on a CPU": (
+        *("llama", "good", ("--enable-strict-thinking", "--reasoning-parser", "qwen3"), {}),
+        ["--enable-strict-thinking", "drop it"],
+    ),
     "missing artifact": ("llama", "nowhere", (), {}, ["nowhere", "calibrate"]),
     "artifact among weights": ("llama", "llama/good", (), {}, ["weights", "another folder"]),
     "missing layer": ("llama", "no-layer-1", (), {}, ["layers.1", "calibrate"]),
