@@ -139,8 +139,8 @@ KERNEL_FAULTS = {
     ),
     "store: range without its lower end": Fault(
         "rows.py",
-        "nearest_code(y, inv[:, None], lo[:, None])",
-        "nearest_code(y, inv[:, None], 0.0)",
+        "nearest_code(y, inv[:, None], lo[:, None], LEVELS)",
+        "nearest_code(y, inv[:, None], 0.0, LEVELS)",
     ),
     "store: feedback by the transposed factor": Fault(
         "store.py", "factor + j * D + cols", "factor + cols * D + j"
@@ -194,8 +194,8 @@ KERNEL_FAULTS = {
     ),
     "materialise: V decoded from K": Fault(
         "materialise.py",
-        "v = _decode_row(blocks, slot, history, head, 1,",
-        "v = _decode_row(blocks, slot, history, head, 0,",
+        "blocks, slot, pos, history, head, 1, grid",
+        "blocks, slot, pos, history, head, 0, grid",
     ),
     "materialise: every prefix starts at 0": Fault(
         "materialise.py", "tl.load(starts + request).to(tl.int64) + i", "i"
@@ -222,8 +222,8 @@ CUDA_FAULTS = {
     ),
     "V's step is K's": Fault(
         "meta.cu",
-        "float value_log2(const Token& m) const { return sixteenths(m.w, 2)",
-        "float value_log2(const Token& m) const { return sixteenths(m.w, 0)",
+        "float value_log2(const Token& m) const { return octaves(m.w, 2)",
+        "float value_log2(const Token& m) const { return octaves(m.w, 0)",
     ),
     "levels too close": Fault("meta.cu", "0x46AB46ABu", "0x46004600u"),
     "norm of the neighbour": Fault("meta.cu", "(row * 6 & ~3)", "((row ^ 1) * 6 & ~3)"),
