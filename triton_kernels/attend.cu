@@ -37,7 +37,7 @@ DEV void prefetch_rotation(const Args& a) {
 // A producer warp brings tiles of all 8 heads (2 bulk copies of 8 * HB bytes, one more of a page's channels); warp w
 // works on head w. Best when the batch alone fills the GPU: whole runs of DRAM in order.
 #if __CUDA_ARCH__ >= 900 && KV_HEADS % 8 == 0 && PAGED
-constexpr int CTA_STAGES = 3;
+constexpr int CTA_STAGES = K_BITS + V_BITS > 4 ? 2 : 3;         // two CTAs fit a processor
 extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_constant__ Args a) {
   constexpr int SUB = 8 * HB, STAGE = 2 * SUB + 8 * CHANNELS;
   DYNAMIC_SHARED(u8, smem, 128);
@@ -183,7 +183,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
     auto issue = [&](int slot, int i, u32 after) {
       const u8* src = a.blocks + ((i64)(slot >> 4) * HK + head) * HB;
       const u32 dst = buf + issue_st * STAGE + (lane >> 4) * HB + after;
-      UNROLL for (int c = 0; c < D / 32; c++)
+      UNROLL for (int c = 0; c < META / CHUNK; c++)
         copy16(dst + c * CHUNK + (lane & 15) * 16, src + c * CHUNK + (slot & 15) * 16);
 #if META_FORM == CHANNEL                            // whole pages: a block's metadata lie as they are wanted
       if ((lane & 15) < META_BYTES) copy16(dst + META + (lane & 15) * 16, src + META + (lane & 15) * 16);

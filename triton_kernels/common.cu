@@ -1,7 +1,8 @@
 // What the CUDA kernels share: types, the block layout, instructions. Put before each of them by
 // driver.py; compiled at run time for one shape, without headers, so without a toolkit:
 // HEAD_DIM (64, 128), KV_HEADS, GROUP (query heads per KV head), WINDOW_BF16 (the model's dtype is
-// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS).
+// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS), K_BITS, V_BITS (of a code; 2, or 4 of
+// POSITION).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -20,12 +21,13 @@ typedef long long i64;
 #define CHANNEL 3
 #define POSITION 4
 
-constexpr int LEVELS = 3;               // the largest code
 constexpr int D = HEAD_DIM, HK = KV_HEADS, G = GROUP;
 constexpr int NJ = D / 16;              // 16-channel tiles of a row
 constexpr int Q_ROW = META_FORM == POSITION ? D * 3 / 2 : D;   // floats of a query row: D rotated channels (, C(q): D in FP16)
 constexpr int CHUNK = 256;              // bytes of one 16-byte chunk of 16 tokens
-constexpr int META = 8 * D;             // offset of the metadata in a head's block
+constexpr int V_CODES = 2 * D * K_BITS; // offset of V's codes in a head's block
+constexpr int META = V_CODES + 2 * D * V_BITS;            // of the metadata
+constexpr int K_LEVELS = (1 << K_BITS) - 1, V_LEVELS = (1 << V_BITS) - 1;   // the largest codes
 constexpr int META_BYTES = META_FORM == AFFINE ? 8 : META_FORM == CHANNEL ? 6 : 4;   // of a token: K's and V's
 constexpr int HB = META + 16 * META_BYTES;                // bytes of one head of one block
 constexpr int TILE = 32;                // tokens of a history tile: two blocks

@@ -76,15 +76,24 @@ class Form:
     stages: int = 4
     min_ctas: int = 4
 
-    def shared_bytes(self, dim: int, head_block: int, channels: int, means: bool) -> int:
-        """Dynamic shared memory; ``head_block``, ``channels``: bytes of one head of one block, of
-        the channels of one page."""
-        biases = 512 * means  # of a warp: warp.cu's SIDE
+    def stages_of(self, layout: HistoryLayout) -> int:
+        """Tiles of a pipeline: fewer where they are larger, so that as many CTAs fit."""
+        bits = layout.k_bits + layout.v_bits
         if self.kernel == "attend_cta":
-            side = biases + 16 * dim * means
-            return 3 * 8 * (2 * head_block + channels) + 64 + 8 * (_COLUMNS * (4 * dim + 8) + side)
-        pipeline = self.stages * (2 * head_block + 8) + 2 * channels
-        return self.warps * (pipeline + _COLUMNS * (4 * dim + 8) + biases)
+            return 3 if bits == 4 else 2  # CTA_STAGES
+        return min(self.stages, {4: self.stages, 6: 3, 8: 2}[bits])
+
+    def shared_bytes(self, layout: HistoryLayout, means: bool) -> int:
+        """Dynamic shared memory."""
+        dim, tile, stages = layout.head_dim, 2 * layout.block_bytes, self.stages_of(layout)
+        channels = layout.channel_bytes // layout.kv_heads  # of a page and head
+        side = 512 * means  # of a warp: warp.cu's SIDE
+        if self.kernel == "attend_cta":
+            if means and layout.k_bits + layout.v_bits < 8:
+                side += 16 * dim
+            return stages * 8 * (tile + channels) + 64 + 8 * (_COLUMNS * (4 * dim + 8) + side)
+        pipeline = stages * (tile + 8) + 2 * channels
+        return self.warps * (pipeline + _COLUMNS * (4 * dim + 8) + side)
 
     @property
     def threads(self) -> int:
@@ -123,17 +132,19 @@ def choose_form(
 
 
 @functools.cache
-def _attend_kernel(form: Form, shape: tuple, cap: bool, sizes: tuple, device: int) -> Kernel:
+def _attend_kernel(
+    form: Form, shape: tuple, cap: bool, layout: HistoryLayout, means: bool, device: int
+) -> Kernel:
     defines = (
         *shape,
         ("SOFT_CAP", int(cap)),
         ("PAGED", int(form.paged)),
         ("WIN_COST", plan.WINDOW_COST.value),
-        *((("WARPS", form.warps), ("STAGES", form.stages), ("MIN_CTAS", form.min_ctas))
+        *((("WARPS", form.warps), ("STAGES", form.stages_of(layout)), ("MIN_CTAS", form.min_ctas))
           if form.kernel == "attend_warp" else ()),
     )  # fmt: skip
     code = module(ATTEND_FILES, defines, device)
-    shared = form.shared_bytes(*sizes)
+    shared = form.shared_bytes(layout, means)
     return Kernel(code, form.kernel, form.threads, shared, overlaps(device))
 
 
@@ -166,9 +177,8 @@ def attend(
     longest_q = part.columns * view.kv_heads // q_rot.shape[1]
     assert view.spec.block == 1 or view.windows.n_recent >= view.spec.block + longest_q - 1
     shape = shape_defines(view, q_rot.shape[1])
-    channels = layout.channel_bytes // view.kv_heads
-    sizes = (view.head_dim, layout.block_bytes, channels, view.means is not None)
-    kernel = _attend_kernel(form, shape, logit_cap > 0, sizes, q_rot.device.index)
+    means = view.means is not None
+    kernel = _attend_kernel(form, shape, logit_cap > 0, layout, means, q_rot.device.index)
     log2e = math.log2(math.e)
     args = _Args(
         *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),

@@ -9,24 +9,31 @@
 //   CHANNEL  FP16: K norm, V step, V lo                  K = (code * step + lo) * norm with step and lo per channel of
 //                                                        a page (codec_omni), which Warp::enter_page folds into q
 
-DEV constexpr int plane(int j, int e) { return D == 128 ? j : 2 * j + e; }
-DEV u32 codes_of(u32 w, int p) { return (p >= 5 ? w >> 10 : w) & (0x00030003u << (2 * (p % 5))); }
+// Halves of a row, 16 of them a set of operands, or half a set; the plane that holds channels 16 j + 8 e ..
+DEV constexpr int halves(int bits) { return D * bits / 16; }
+DEV constexpr int sets(int bits) { return halves(bits) > 16 ? 2 : 1; }
+template <int BITS> DEV constexpr int plane(int j, int e) { return halves(BITS) == 8 ? 2 * j + e : j / sets(BITS); }
+template <int BITS> DEV u32 codes_of(u32 w, int p) {
+  if (BITS == 4) return (p >= 2 ? w >> 8 : w) & (0x000F000Fu << (4 * (p % 2)));
+  return (p >= 5 ? w >> 10 : w) & (0x00030003u << (2 * (p % 5)));
+}
 
 // operand(w, p): what enters the MMA for plane p, integers * 2^(plane_shift(p) - 24). One of them is worth VALUE_UNIT.
+// BITS: of K's codes or of V's.
 #if META_FORM == SCALE
 // Levels are -10, -3, 3, 10: codec_lloyd's within 2.6e-4 of a scale (RMS over a Gaussian, whose least squares give the
 // unit). code * 20/3 - 10, rounded to an integer, is exactly that; and one FP16 multiply-add rounds to integers,
 // because these are multiples of the least FP16 number, 2^-24.
 constexpr float VALUE_UNIT = 0.151057f;
-DEV constexpr int plane_shift(int p) { return 0; }
-DEV u32 operand(u32 w, int p) {
+template <int BITS> DEV constexpr int plane_shift(int p) { return 0; }
+template <int BITS> DEV u32 operand(u32 w, int p) {
   const u32 ratio = 0x46AB46ABu - 0x08000800u * (p % 5);      // 20/3 / 4^(p % 5)
-  return fma_half2(codes_of(w, p), ratio, 0x800A800Au);       // - 10 * 2^-24
+  return fma_half2(codes_of<2>(w, p), ratio, 0x800A800Au);       // - 10 * 2^-24
 }
 #else
 constexpr float VALUE_UNIT = 1.f;
-DEV constexpr int plane_shift(int p) { return 2 * (p % 5); }
-DEV u32 operand(u32 w, int p) { return codes_of(w, p); }
+template <int BITS> DEV constexpr int plane_shift(int p) { return BITS == 4 ? 4 * (p % 2) : 2 * (p % 5); }
+template <int BITS> DEV u32 operand(u32 w, int p) { return codes_of<BITS>(w, p); }
 #endif
 constexpr bool BYTES = META_FORM == COMPACT || META_FORM == POSITION;
 constexpr bool K_LO = META_FORM == AFFINE || BYTES;   // a token's keys have a lo of their own

@@ -100,7 +100,7 @@ DEV float rank_limit(const Row& y, int rank) {
   }
   return top;
 }
-template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, float& step, float& lo) {
+template <bool RANK, int LEVELS = 3> DEV void row_range(const Row& y, float ratio, int rank, float& step, float& lo) {
   float low = y.v[0], high = y.v[0];
   UNROLL for (int k = 1; k < VEC; k++) low = fminf(low, y.v[k]), high = fmaxf(high, y.v[k]);
   low = -warp_max(-low);
@@ -115,7 +115,7 @@ template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, flo
     low = __fsub_rn(mid, half);
     high = __fadd_rn(mid, half);
   }
-  step = half_round(__fdiv_rn(__fsub_rn(high, low), 3.f));
+  step = half_round(__fdiv_rn(__fsub_rn(high, low), (float)LEVELS));
   lo = half_round(low);
 }
 // A row's metadata, rounded to what a slot holds
@@ -157,8 +157,11 @@ DEV void nearest_levels(const Row& y, u32 (&code)[VEC], float scale) {
     code[k] = scale > 0.f ? (y.v[k] > -limit) + (y.v[k] > 0.f) + (y.v[k] > limit) : 1;
 }
 #endif
-// Nearest code of u = w - lo: its bits are the two lowest of the result, its value result - MAGIC.
-DEV float nearest(float u, float inv3) { return fmaf(__saturatef(u * inv3), 3.f, ROUND_MAGIC); }
+// Nearest code of u = w - lo: its bits are the lowest of the result, its value result - MAGIC.
+// inverse: 1 / (LEVELS step)
+template <int LEVELS = 3> DEV float nearest(float u, float inverse) {
+  return fmaf(__saturatef(u * inverse), (float)LEVELS, ROUND_MAGIC);
+}
 
 template <int N> DEV void load_shared(float (&f)[N], const float* p) {
   if (N == 4) {
@@ -170,7 +173,7 @@ template <int N> DEV void load_shared(float (&f)[N], const float* p) {
   }
 }
 // y becomes w - lo and then the codes' bits.
-DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float* factor) {
+template <int LEVELS = 3> DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inverse, const float* factor) {
   const int lane = threadIdx.x & 31;
   float f[VEC][VEC], ahead[VEC][VEC];
   UNROLL for (int i = 0; i < VEC; i++) load_shared<VEC>(f[i], factor + i * D + lane * VEC);
@@ -180,8 +183,8 @@ DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float*
     float u[VEC], error[VEC];
     UNROLL for (int k = 0; k < VEC; k++) u[k] = y.v[k];
     UNROLL for (int i = 0; i < VEC; i++) {
-      const float biased = nearest(u[i], inv3);
-      if (lane == owner) code[i] = __float_as_uint(biased) & 3;
+      const float biased = nearest<LEVELS>(u[i], inverse);
+      if (lane == owner) code[i] = __float_as_uint(biased) & LEVELS;
       error[i] = fmaf(-(biased - ROUND_MAGIC), step, u[i]);
       UNROLL for (int k = i + 1; k < VEC; k++) u[k] = fmaf(-error[i], f[i][k], u[k]);
     }
@@ -291,17 +294,18 @@ DEV void write_model_row(u16* dst, const Row& y) {
   if (VEC == 4) *reinterpret_cast<uint2*>(dst + lane * VEC) = make_uint2(w[0], w[VEC / 2 - 1]);
   else *reinterpret_cast<u32*>(dst + lane * VEC) = w[0];
 }
-// Lane l holds plane l / 4 of the halves VEC * (l % 4) .. + VEC - 1.
-DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], const RowMeta& meta) {
-  const int lane = threadIdx.x & 31, shift = 2 * (lane >> 2), part = lane & 3;
+// BITS of a code. Lane l holds plane l / LANES of the halves VEC * (l % LANES) .. + VEC - 1.
+template <int BITS> DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], const RowMeta& meta) {
+  constexpr int LANES = 2 * BITS;
+  const int lane = threadIdx.x & 31, shift = BITS * (lane / LANES), part = lane % LANES;
   u32 w[VEC / 2];
   UNROLL for (int k = 0; k < VEC / 2; k++) {
     w[k] = (code[2 * k] << shift) | (code[2 * k + 1] << (16 + shift));
-    UNROLL for (int o = 4; o < 32; o <<= 1) w[k] |= __shfl_xor_sync(~0u, w[k], o);
+    UNROLL for (int o = LANES; o < 32; o <<= 1) w[k] |= __shfl_xor_sync(~0u, w[k], o);
   }
-  const int byte = part * VEC * 2, chunk = kv * (D / 64) + byte / 16;
-  u8* dst = head_block + chunk * CHUNK + token * 16 + byte % 16;
-  if (lane < 4) {
+  const int byte = part * VEC * 2;
+  u8* dst = head_block + kv * V_CODES + byte / 16 * CHUNK + token * 16 + byte % 16;
+  if (lane < LANES) {
     if (VEC == 4) *reinterpret_cast<uint2*>(dst) = make_uint2(w[0], w[VEC / 2 - 1]);
     else *reinterpret_cast<u32*>(dst) = w[0];
   }
@@ -366,7 +370,7 @@ DEV Key begin_key(const CodeArgs& c, const MeanArgs& m, int head, int token, con
   key.share = lo_byte(warp_sum(sum) * m.units[head * 2], grid[1], grid[2]);
   const float share = lo_of(key.share, grid[1], grid[2]), unit = m.units[head * 2 + 1];
   UNROLL for (int i = 0; i < VEC; i++) key.y.v[i] = __fsub_rn(y.v[i], __fmul_rn(share, __fmul_rn(u.v[i], unit)));
-  constexpr float SPREAD = 2.f * 1.6f / LEVELS;
+  constexpr float SPREAD = 2.f * (K_BITS == 4 ? 2.7f : 1.6f) / K_LEVELS;
   const float step = __fmul_rn(__fsqrt_rn(dot(key.y, key.y) * (1.f / D)), SPREAD);
   key.step = step_of(step_byte(step, grid[0]), grid[0]);
   const float inverse = __fdiv_rn(1.f, key.step);
@@ -377,17 +381,17 @@ DEV Key begin_key(const CodeArgs& c, const MeanArgs& m, int head, int token, con
 // g: y times the metric, in any unit
 DEV void finish_key(const CodeArgs& c, int head, i64 slot, const Key& key, const Row& g, const float* factor) {
   const float* grid = c.grid + head * 6;
-  const float lo = -0.5f * LEVELS * key.step;
+  const float lo = -0.5f * K_LEVELS * key.step;
   Row w, decoded;
   u32 code[VEC];
   UNROLL for (int i = 0; i < VEC; i++) w.v[i] = __fsub_rn(key.y.v[i], lo);
-  feedback(w, code, key.step, __fdiv_rn(1.f, key.step) * (1.f / LEVELS), factor);
+  feedback<K_LEVELS>(w, code, key.step, __fdiv_rn(1.f, key.step) * (1.f / K_LEVELS), factor);
   UNROLL for (int i = 0; i < VEC; i++) decoded.v[i] = fmaf((float)code[i], key.step, lo);
   const float truth = dot(key.y, g), found = dot(decoded, g);
   float gain = found > 0.f && fabsf(truth) <= MAX_FLOAT ? __fdiv_rn(truth, found) : 1.f;
   gain = fminf(fmaxf(gain, 1.f / MAX_GAIN), MAX_GAIN);
   const u32 bytes = step_byte(key.step * gain, grid[0]) | key.share << 8;
-  write_codes(c.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, {key.step, lo, bytes});
+  write_codes<K_BITS>(c.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, {key.step, lo, bytes});
 }
 // The tile of 16 FP16 rows between the two, padded so that a warp reads it without conflicts.
 constexpr int HALF_STRIDE = D + 32;
@@ -407,19 +411,20 @@ template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, 
 #if ACCURATE
   if (KEY) {
     const RowMeta meta = accurate(y, code, factor, a.metric + (i64)head * D * D, a.grid + head * 6);
-    write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, meta);
+    write_codes<2>(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, meta);
     return;
   }
 #endif
   float step, lo;
-  row_range<KEY ? K_RANK : V_RANK>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
+  constexpr int LEVELS = KEY ? K_LEVELS : V_LEVELS;
+  row_range<KEY ? K_RANK : V_RANK, LEVELS>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
   const RowMeta meta = storable(step, lo, a.grid + (head * 2 + (KEY ? 0 : 1)) * 3);
-  const float inv3 = meta.step > 0.f ? __fdiv_rn(1.f, meta.step) * (1.f / 3.f) : 0.f;
+  const float inverse = meta.step > 0.f ? __fdiv_rn(1.f, meta.step) * (1.f / LEVELS) : 0.f;
   UNROLL for (int k = 0; k < VEC; k++) y.v[k] -= meta.lo;
-  if (KEY && FEEDBACK) feedback(y, code, meta.step, inv3, factor);
-  else UNROLL for (int k = 0; k < VEC; k++) code[k] = __float_as_uint(nearest(y.v[k], inv3)) & 3;
+  if (KEY && FEEDBACK) feedback(y, code, meta.step, inverse, factor);
+  else UNROLL for (int k = 0; k < VEC; k++) code[k] = __float_as_uint(nearest<LEVELS>(y.v[k], inverse)) & LEVELS;
 #endif
-  write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, meta);
+  write_codes<KEY ? K_BITS : V_BITS>(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, meta);
 }
 #endif
 // A head's factor into shared memory; cp.async.wait_all and a barrier before its use.

@@ -24,7 +24,7 @@ struct Args {
 constexpr int GROUP_TILES = 8;            // whose position biases are computed together
 // Shared memory that a warp keeps beside its tiles for POSITION: those biases and, in attend_cta, whose registers are
 // few, the query operands.
-#if META_FORM == POSITION && !defined(WARPS)
+#if META_FORM == POSITION && !defined(WARPS) && K_BITS + V_BITS < 8    // else no room beside the tiles
 #define Q_SHARED 1
 #else
 #define Q_SHARED 0
@@ -214,7 +214,7 @@ struct Warp {
     float sq = 0.f;                                 // sum of q
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 2; e++) {
-        const float sc = (float)(1 << (8 - plane_shift(plane(j, e))));
+        const float sc = (float)(1 << (8 - plane_shift<K_BITS>(plane<K_BITS>(j, e))));
         const float2 v = *reinterpret_cast<const float2*>(qr + 16 * j + 8 * e + 2 * t);
         qb[j][e] = pack_half(v.x * norm * sc, v.y * norm * sc);
         const float2 r = unpack_half(qb[j][e]);
@@ -223,7 +223,7 @@ struct Warp {
     sq += __shfl_xor_sync(~0u, sq, 1);
     sq += __shfl_xor_sync(~0u, sq, 2);
 #if META_FORM == POSITION
-    sq *= -0.5f * LEVELS / 65536.f;                 // where the products start, so that codes count from their middle
+    sq *= -0.5f * K_LEVELS / 65536.f;                 // where the products start, so that codes count from their middle
 #else
     sq *= inv_norm * LO_UNIT;
 #endif
@@ -258,7 +258,7 @@ struct Warp {
       u32 l[2], step[2];
       UNROLL for (int h = 0; h < 2; h++) {
         const uint2 m = lds64(at + 64 * j + 32 * h + 8 * t);            // step, lo of two channels
-        const float sc = shrink * (float)(1 << (8 - plane_shift(plane(j, h))));
+        const float sc = shrink * (float)(1 << (8 - plane_shift<K_BITS>(plane<K_BITS>(j, h))));
         l[h] = __byte_perm(m.x, m.y, 0x7632);
         step[h] = __byte_perm(m.x, m.y, 0x5410);
         qb[j][h] = mul_half2(qh[j][h], mul_half2(step[h], pack_half(sc, sc)));
@@ -306,7 +306,7 @@ struct Warp {
     z1 = decoder.offset(z1, l1);
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 4; e++)
-        acc[j][e] *= VALUE_UNIT * (float)(1 << (24 - plane_shift(plane(j, e >> 1))));
+        acc[j][e] *= VALUE_UNIT * (float)(1 << (24 - plane_shift<V_BITS>(plane<V_BITS>(j, e >> 1))));
   }
   // SUB: bytes between the two blocks. Tokens outside [from, to) are hidden when EDGE. After the
   // FIRST tile every column has seen a token, so the flags of that need no registers in the loop.
@@ -315,10 +315,11 @@ struct Warp {
     const int lane = threadIdx.x & 31;
     float s[2][4], x[2][4];
     Token md[2][2];
-    u32 k[2][4], v[2][4];
-    if (D == 128) {
+    u32 k[2 * sets(K_BITS)][4], v[2 * sets(V_BITS)][4];           // [2 u + set], or both u in one
+    if (halves(K_BITS) > 8) {
       const u32 at = base + (lane >> 4) * CHUNK + (lane & 15) * 16;
-      UNROLL for (int u = 0; u < 2; u++) ldsm(k[u], at + u * SUB);
+      UNROLL for (int i = 0; i < sets(K_BITS); i++)
+        UNROLL for (int u = 0; u < 2; u++) ldsm(k[u * sets(K_BITS) + i], at + u * SUB + 2 * i * CHUNK);
     } else {
       ldsm(k[0], base + (lane >> 4) * SUB + (lane & 15) * 16);
     }
@@ -338,15 +339,17 @@ struct Warp {
 #endif
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int u = 0; u < 2; u++) {
-        const int p = plane(j, 0), q = plane(j, 1);
+        const int p = plane<K_BITS>(j, 0), q = plane<K_BITS>(j, 1), w = u * sets(K_BITS) + j % sets(K_BITS);
         auto add = [&](u32 a0, u32 a1, u32 a2, u32 a3) {
           if (META_FORM == POSITION && j == 0) mma_from(s[u], start, a0, a1, a2, a3, qb[j][0], qb[j][1]);
           else mma(s[u], a0, a1, a2, a3, qb[j][0], qb[j][1]);
         };
-        if (D == 128)
-          add(operand(k[u][0], p), operand(k[u][1], p), operand(k[u][2], p), operand(k[u][3], p));
+        if (halves(K_BITS) > 8)
+          add(operand<K_BITS>(k[w][0], p), operand<K_BITS>(k[w][1], p), operand<K_BITS>(k[w][2], p),
+              operand<K_BITS>(k[w][3], p));
         else
-          add(operand(k[0][2 * u], p), operand(k[0][2 * u + 1], p), operand(k[0][2 * u], q), operand(k[0][2 * u + 1], q));
+          add(operand<K_BITS>(k[0][2 * u], p), operand<K_BITS>(k[0][2 * u + 1], p), operand<K_BITS>(k[0][2 * u], q),
+              operand<K_BITS>(k[0][2 * u + 1], q));
       }
     float ks[2][2], kl[2][2];
     UNROLL for (int u = 0; u < 2; u++)
@@ -393,13 +396,15 @@ struct Warp {
       logits();
     }
     if (FIRST) unset0 = unset1 = false;
-    if (D == 128) {
-      const u32 at = base + (2 + ((lane >> 3) & 1)) * CHUNK + ((lane & 7) + 8 * (lane >> 4)) * 16;
-      UNROLL for (int u = 0; u < 2; u++) ldsm_t(v[u], at + u * SUB);
+    if (halves(V_BITS) > 8) {
+      const u32 at = base + (V_CODES / CHUNK + ((lane >> 3) & 1)) * CHUNK + ((lane & 7) + 8 * (lane >> 4)) * 16;
+      UNROLL for (int i = 0; i < sets(V_BITS); i++)
+        UNROLL for (int u = 0; u < 2; u++) ldsm_t(v[u * sets(V_BITS) + i], at + u * SUB + 2 * i * CHUNK);
     } else {
-      ldsm_t(v[0], base + CHUNK + (lane >> 4) * SUB + (lane & 15) * 16);
+      ldsm_t(v[0], base + V_CODES + (lane >> 4) * SUB + (lane & 15) * 16);
     }
-    read = v[0][0] ^ v[D / 128][0];
+    read = v[0][0] ^ v[halves(V_BITS) > 8 ? 1 : 0][0];
+    if (sets(V_BITS) > 1) read ^= v[2][0] ^ v[3][0];
     u32 pb[2][2];
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int e = 0; e < 2; e++) {
@@ -412,13 +417,13 @@ struct Warp {
       }
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int j = 0; j < NJ; j++) {
-        const int p = plane(j, 0), q = plane(j, 1);
-        if (D == 128)
-          mma(acc[j], operand(v[u][0], p), operand(v[u][1], p), operand(v[u][2], p),
-              operand(v[u][3], p), pb[u][0], pb[u][1]);
+        const int p = plane<V_BITS>(j, 0), q = plane<V_BITS>(j, 1), w = u * sets(V_BITS) + j % sets(V_BITS);
+        if (halves(V_BITS) > 8)
+          mma(acc[j], operand<V_BITS>(v[w][0], p), operand<V_BITS>(v[w][1], p), operand<V_BITS>(v[w][2], p),
+              operand<V_BITS>(v[w][3], p), pb[u][0], pb[u][1]);
         else
-          mma(acc[j], operand(v[0][2 * u], p), operand(v[0][2 * u], q),
-              operand(v[0][2 * u + 1], p), operand(v[0][2 * u + 1], q), pb[u][0], pb[u][1]);
+          mma(acc[j], operand<V_BITS>(v[0][2 * u], p), operand<V_BITS>(v[0][2 * u], q),
+              operand<V_BITS>(v[0][2 * u + 1], p), operand<V_BITS>(v[0][2 * u + 1], q), pb[u][0], pb[u][1]);
       }
   }
 

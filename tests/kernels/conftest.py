@@ -96,16 +96,17 @@ class Lab:
     def __init__(
         self, device, kv_heads=2, group=2, dim=64, n_sink=16, n_recent=32, lens=(100,), page=16,
         codec_name="feedback", dtype=torch.bfloat16, spread=1.0, first_slot_block=1, poison=True,
-        bits=(2, 2), adjacent=False,
+        adjacent=False,
     ):  # fmt: skip
         self.device, self.kv_heads, self.group, self.dim, self.dtype = (
             device, kv_heads, group, dim, dtype,
         )  # fmt: skip
-        spec = codec.CODECS[codec_name]
+        spec = codec.CODECS[codec_name.rstrip("24")]  # position42: 4 bits for K
         if spec.meta == "position":  # RoPE of all but a quarter of the channels
             theta = 0.3 ** torch.arange(3 * dim // 8, dtype=torch.float64)
             rope = codec.Rope.of(theta.tolist(), dim, adjacent)
-            spec = replace(spec, rope=rope, k_bits=bits[0], v_bits=bits[1])
+            bits = codec_name.removeprefix("position") or "22"
+            spec = codec.with_bits(replace(spec, rope=rope), *map(int, bits))
         if spec.block > 1:  # pages are blocks, and the ring holds at least one
             page, n_recent = spec.block, spec.ring_tokens(n_recent)
             first_slot_block = spec.block // 16

@@ -66,6 +66,15 @@ def test_codecs(lab, check, codec_name, dim):
     check(x, [90, 41])
 
 
+@pytest.mark.parametrize(
+    "dim,codec_name", [(16, "position42"), (64, "position24"), (32, "position44")]
+)
+def test_widths(lab, check, dim, codec_name):
+    x = lab(lens=(90, 41), dim=dim, codec_name=codec_name, n_sink=5, n_recent=19)
+    x.fill((90, 41))
+    check(x, [90, 41])
+
+
 @pytest.mark.parametrize("codec_name", ["feedback", "aligned", "oscar", "lloyd", "position"])
 def test_large_values(lab, check, codec_name):
     x = lab(lens=(80,), spread=2000.0, codec_name=codec_name, dtype=torch.bfloat16)

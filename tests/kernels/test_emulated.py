@@ -48,6 +48,11 @@ CASES = {
     "position-paged": (PAGED, dict(dim=128)),
     "position-cta": (CTA, dict(dim=64, kv_heads=8)),
     "position-neighbours": (CTA, dict(dim=128, kv_heads=8, adjacent=True)),
+    "position42": (PAGED, dict(dim=128)),
+    "position24": (UNPAGED, dict(dim=64, page=1)),
+    "position44": (PAGED, dict(dim=64)),
+    "position42-cta": (CTA, dict(dim=64, kv_heads=8)),
+    "position44-cta": (CTA, dict(dim=128, kv_heads=8)),
     "position-huge": (PAGED, dict(dim=64, spread=2000.0)),
     "omni": (UNPAGED, dict(dim=64)),
     "omni-paged": (PAGED, dict(dim=128)),
@@ -60,7 +65,7 @@ def test_attend(lab, cuda, check, case):
     """Ragged lengths and queries: windows alone, history, a ring that wraps, splits in between."""
     form, changes = CASES[case]
     name = case.partition("-")[0]
-    block = codec.CODECS[name].block
+    block = 128 if name == "omni" else 1
     lens, q_lens = ([300, 20, 180], [1, 3, 2]) if block == 1 else ([3 * block + 50, 20], [1, 3])
     if case.endswith("long"):
         lens, q_lens = [2300], [2]
@@ -80,6 +85,7 @@ def test_soft_cap_and_no_context(lab, cuda, check):
 STORED = [
     ("feedback", 128), ("feedback", 64), ("oscar", 64), ("lloyd", 128), ("compact", 64),
     ("accurate", 64), ("accurate-compact", 128), ("position", 64), ("position", 128),
+    ("position42", 64), ("position44", 128),
 ]  # fmt: skip
 
 

@@ -63,6 +63,9 @@ SHAPES = [
     # The interpreter is slow at the search of accurate; accurate-compact has it too.
     *(pytest.param(64, 16, n, marks=[ON_GPU] * (n == "accurate")) for n in ROW_CODECS),
     *(pytest.param(128, 16, name, marks=ON_GPU) for name in ROW_CODECS),
+    (16, 1, "position42"),
+    (64, 16, "position24"),
+    pytest.param(128, 16, "position44", marks=ON_GPU),
 ]
 
 
