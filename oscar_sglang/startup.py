@@ -76,16 +76,7 @@ def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarC
     library = choose_library(config.prefill_attention, torch.device(view.device))
     config = replace(config, prefill_attention=library)
     config = config.with_prefix_window(is_hybrid(model))
-    config = config.with_artifact(*_find_artifact(view, model, config))
-    if view.device != "cpu" and any(
-        4 in pair for pair in read_header(Path(config.artifact)).widths
-    ):
-        raise OscarError(
-            f"{config.artifact}: holds layers of 4 bits, for which there are no GPU kernels yet; "
-            "calibrate with the least --oscar-bits (2 + 16 / head_dim), or choose another "
-            "--oscar-codec"
-        )
-    return config
+    return config.with_artifact(*_find_artifact(view, model, config))
 
 
 def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, str]:
