@@ -66,6 +66,7 @@ class MeanArgs(ctypes.Structure):
     """``MeanArgs`` of rows.cu; empty but for codec ``position``."""
 
     _fields_ = [
+        ("shares", ctypes.c_void_p),
         ("k", ctypes.c_void_p),
         ("stride_k", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in (
@@ -74,25 +75,25 @@ class MeanArgs(ctypes.Structure):
     ]  # fmt: skip
 
     @classmethod
-    def of(cls, view: LayerView, k: torch.Tensor, positions: torch.Tensor) -> MeanArgs:
-        """For fresh keys k [T, Hk, D] of the model at ``positions`` [T] int64."""
+    def of(cls, view: LayerView, shares=None, k=None, positions=None) -> MeanArgs:
+        """For fresh keys k [T, Hk, D] of the model at ``positions`` [T] int64, or their ``shares``
+        [T, Hk] float32 alone."""
         m = view.means
         if m is None:
             return cls()
         tensors = (positions, m.turns, m.lift, m.mix, m.partner, m.units, m.metric)
-        return cls(k.data_ptr(), k.stride(0), *(x.data_ptr() for x in tensors))
+        stride = 0 if k is None else k.stride(0)
+        return cls(pointer(shares), pointer(k), stride, *(pointer(x) for x in tensors))
 
 
 class Fresh(NamedTuple):
     """Rotated rows whose codes are still to be written.
 
-    kv_rot     [2, T, Hk, D] float32, K then V; codec ``position``: [3, ...], then its rows of lift
-    slots      [T] int64
-    k          [T, Hk, D]    as the model gave them
-    positions  [T] int64
+    kv_rot  [2, T, Hk, D] float32, K then V; codec ``position``: [3, ...], then its rows of lift
+    slots   [T] int64
+    shares  [T, Hk] float32  of the mean, of codec ``position``
     """
 
     kv_rot: torch.Tensor
     slots: torch.Tensor
-    k: torch.Tensor
-    positions: torch.Tensor
+    shares: torch.Tensor | None

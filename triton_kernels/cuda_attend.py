@@ -224,12 +224,12 @@ def merge(
         shared += 8 * (4 * dim + 2 * (dim + 32))
     kernel = _merge_kernel(defines, shared, out.device.index)
     slices = math.ceil(group / rows)
-    kv_rot, slots = (fresh.kv_rot, fresh.slots) if fresh else (None, None)
-    mean = MeanArgs.of(view, fresh.k, fresh.positions) if fresh else MeanArgs()
+    kv_rot, slots, shares = fresh or (None, None, None)
     args = _MergeArgs(
         out.data_ptr(), pointer(lse), part.o.data_ptr(), part.ml.data_ptr(), part.plan.data_ptr(),
         view.params.r_v.data_ptr(), pointer(kv_rot), pointer(slots), CodeArgs.of(view),
-        part.columns, max_q, tokens, slices, len(slots) if fresh else 0, mean,
+        part.columns, max_q, tokens, slices, len(slots) if fresh else 0,
+        MeanArgs.of(view, shares),
     )  # fmt: skip
     share = max(1, 4 * sms // (heads * slices))
     kernel((min(tokens, share), heads, slices + 2 * bool(fresh)), args, _stream(out.device))

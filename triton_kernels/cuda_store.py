@@ -79,7 +79,9 @@ def _kernel(name: str, defines: tuple, threads: int, shared: int, device: int) -
     return Kernel(code, name, threads, shared, overlaps(device))
 
 
-def _launch(name, grid, threads, shared, view, tokens, q, k, v, q_rot, kv_rot) -> None:
+def _launch(
+    name, grid, threads, shared, view, tokens, q, k, v, q_rot, kv_rot=None, shares=None
+) -> None:  # fmt: skip
     windows = view.windows
     where = (pointer(x) for x in (*tokens, *(getattr(view, name) for name in _WINDOWS)))
     args = _Args(
@@ -88,7 +90,7 @@ def _launch(name, grid, threads, shared, view, tokens, q, k, v, q_rot, kv_rot) -
         CodeArgs.of(view),
         q.stride(0), k.stride(0), v.stride(0),
         len(q), int(q_rot is not None and q_rot.dtype != torch.float32),
-        view.q_matrix.data_ptr(), MeanArgs.of(view, k, tokens.positions),
+        view.q_matrix.data_ptr(), MeanArgs.of(view, shares, k, tokens.positions),
     )  # fmt: skip
     defines = shape_defines(view, q.shape[1]) + code_defines(view)
     kernel = _kernel(name, defines, threads, shared, q.device.index)
@@ -110,7 +112,7 @@ def store(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> None:
         shared += _ROWS * (4 * (dim + 4) + 2 * (dim + 32))
     grid = (_tiles(view, q, 3 * view.kv_heads), view.kv_heads, 3)
     threads = 32 * max(dim // 8, _ROWS)
-    _launch("store", grid, threads, shared, view, tokens, q, k, v, q_rot, None)
+    _launch("store", grid, threads, shared, view, tokens, q, k, v, q_rot)
 
 
 def rotate(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> Fresh:
@@ -119,5 +121,6 @@ def rotate(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> Fresh:
     kv_rot = torch.empty((2 + lifted, *k.shape), dtype=torch.float32, device=q.device)
     parts = (3 + lifted) * (view.head_dim // 32)
     grid = (_tiles(view, q, parts * view.kv_heads), view.kv_heads, parts)
-    _launch("rotate", grid, 128, 0, view, tokens, q, k, v, q_rot, kv_rot)
-    return Fresh(kv_rot, tokens.slots, k, tokens.positions)
+    shares = kv_rot.new_empty(k.shape[:2]) if lifted else None
+    _launch("rotate", grid, 128, 0, view, tokens, q, k, v, q_rot, kv_rot, shares)
+    return Fresh(kv_rot, tokens.slots, shares)

@@ -6,23 +6,43 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import POSITION, add_mean, load_row
+from .tile import POSITION, load_row, mean_rows
 from .views import LayerView
 
 
 @triton.jit
 def decode_rows(
-    blocks, slot, pos, ok, head, KV: tl.constexpr, grid, turns, lift, units, FORM: tl.constexpr,
+    blocks, slot, ok, head, KV: tl.constexpr, grid, mean, FORM: tl.constexpr,
     TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB], tokens at ``pos`` -> float32 [TB, D]."""
+    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]. ``mean``: w A [TB, D]
+    of POSITION's keys, else not read."""
     values, step, lo = load_row(blocks, grid, slot, ok, head, KV, FORM, TB, Hk, D)
     if KV == 0 and FORM % 8 == POSITION:
-        y = values * step[:, None]
-        y = add_mean(y, lo, pos, ok, turns, lift, units, head, TB, D)
+        y = values * step[:, None] + lo[:, None] * mean
     else:
         y = values * step[:, None] + lo[:, None]
     return y
+
+
+@triton.jit
+def _mean_kernel(
+    out, turns, lift, units, starts, indptr, B, tiles,
+    BB: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """w A [tiles, Hk, D] of the tiles of positions that some request asks for."""
+    first = tl.program_id(0) * TN
+    head = tl.program_id(1)
+    b = tl.arange(0, BB)
+    start = tl.load(starts + b, b < B, 0).to(tl.int64)
+    n = (tl.load(indptr + b + 1, b < B, 0) - tl.load(indptr + b, b < B, 0)).to(tl.int64)
+    asked = (n > 0) & (start < (first + TN) * 16) & (start + n > first * 16)
+    if tl.max(asked.to(tl.int32), 0) > 0:
+        tile = first + tl.arange(0, TN)
+        ok = tile < tiles
+        y = mean_rows(turns, lift, units, tile, ok, head, TN, D)
+        at = (tile.to(tl.int64) * Hk + head)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(out + at, y, ok[:, None])
 
 
 @triton.jit
@@ -35,7 +55,7 @@ def _copy_tile(src, src_at, dst, dst_at, ok, Hk: tl.constexpr, D: tl.constexpr, 
 @triton.jit
 def _materialise_kernel(
     out_k, out_v, rows, starts, indptr, hist_end, req_to_token, stride_req,
-    blocks, grid, turns, lift, units, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
+    blocks, grid, means, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
@@ -55,13 +75,13 @@ def _materialise_kernel(
         if tl.max(history.to(tl.int32), 0) > 0:
             slot = tl.load(req_to_token + row * stride_req + pos, history, 0).to(tl.int64)
             cols = tl.arange(0, D)[None, :]
-            k = decode_rows(
-                blocks, slot, pos, history, head, 0, grid, turns, lift, units, FORM, TB, Hk, D
-            )
+            mean = 0.0
+            if FORM % 8 == POSITION:
+                at = ((pos // 16 * Hk + head) * D)[:, None] + cols
+                mean = tl.load(means + at, history[:, None], 0.0)
+            k = decode_rows(blocks, slot, history, head, 0, grid, mean, FORM, TB, Hk, D)
             tl.store(out_k + dst[:, None] + cols, k.to(out_k.dtype.element_ty), history[:, None])
-            v = decode_rows(
-                blocks, slot, pos, history, head, 1, grid, turns, lift, units, FORM, TB, Hk, D
-            )
+            v = decode_rows(blocks, slot, history, head, 1, grid, mean, FORM, TB, Hk, D)
             tl.store(out_v + dst[:, None] + cols, v.to(out_v.dtype.element_ty), history[:, None])
         if tl.max((ok & (history == 0)).to(tl.int32), 0) > 0:
             sink_at = row * n_sink + pos
@@ -94,14 +114,25 @@ def materialise(
     """
     if max_len <= 0 or len(rows) == 0:
         return
-    means = view.means
-    # With means a program multiplies a matrix: more rows for it, fewer programs.
-    tile, warps = (32, 4) if means is None else (128, 8)
-    tables = [view.params.r_v] * 3 if means is None else [means.turns, means.lift, means.units]
-    grid = (triton.cdiv(max_len, tile), len(rows), view.kv_heads)
+    tile, kv_heads, dim = 32, view.kv_heads, view.head_dim
+    means = view.blocks if view.means is None else _means(view, starts, indptr)
+    grid = (triton.cdiv(max_len, tile), len(rows), kv_heads)
     _materialise_kernel[grid](
         out_k, out_v, rows, starts, indptr, hist_end, req_to_token, req_to_token.stride(0),
-        view.blocks.view(torch.uint16), view.grid, *tables, view.sink_k, view.sink_v, view.ring_k,
+        view.blocks.view(torch.uint16), view.grid, means, view.sink_k, view.sink_v, view.ring_k,
         view.ring_v, view.windows.n_sink, view.windows.n_recent,
-        view.form, tile, view.kv_heads, view.head_dim, num_warps=warps,
+        view.form, tile, kv_heads, dim, num_warps=4,
     )  # fmt: skip
+
+
+def _means(view: LayerView, starts: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """w A [tiles, Hk, D] float32 of what is about to be materialised (``_mean_kernel``)."""
+    m, block = view.means, 64
+    tiles, dim = m.turns.shape
+    out = torch.empty((tiles, view.kv_heads, dim), dtype=torch.float32, device=starts.device)
+    grid = (triton.cdiv(tiles, block), view.kv_heads)
+    _mean_kernel[grid](
+        out, m.turns, m.lift, m.units, starts, indptr, len(starts), tiles,
+        triton.next_power_of_2(len(starts)), block, view.kv_heads, dim, num_warps=4,
+    )  # fmt: skip
+    return out

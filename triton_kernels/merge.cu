@@ -62,6 +62,9 @@ DEV void encode_fresh_keys(const MergeArgs& a, float* factor) {
   float* product = factor + D * D;                               // [MERGE_WARPS][D]
   u16* half_tile = reinterpret_cast<u16*>(product + MERGE_WARPS * D);   // [MERGE_WARPS][HALF_STRIDE]
   fetch_factor(factor, a.codes, head, MERGE_WARPS * 32);
+  HalfColumn metric[D / 64];
+  UNROLL for (int i = 0; i < D / 64; i++)
+    metric[i].load(a.mean.metric + ((i64)head * D + (i * MERGE_WARPS + warp) * 8 + g) * D, t);
   wait_previous_kernel();
   wait_all_copies();
   __syncthreads();
@@ -74,7 +77,8 @@ DEV void encode_fresh_keys(const MergeArgs& a, float* factor) {
       const float* row = a.kv_rot + ((i64)token * HK + head) * D + lane * VEC;
       load_shared<VEC>(k.v, row);
       load_shared<VEC>(u.v, row + (i64)2 * a.fresh * HK * D);
-      key = begin_key(a.codes, a.mean, head, token, k, u, half_tile + warp * HALF_STRIDE);
+      const float share = a.mean.shares[token * HK + head];
+      key = begin_key(a.codes, a.mean, head, share, k, u, half_tile + warp * HALF_STRIDE);
     }
     __syncthreads();
     Rows rows;
@@ -82,7 +86,7 @@ DEV void encode_fresh_keys(const MergeArgs& a, float* factor) {
     UNROLL for (int i = 0; i < D / 64; i++) {
       float y[4];
       const int col = (i * MERGE_WARPS + warp) * 8;
-      multiply_half(y, rows, a.mean.metric + ((i64)head * D + col + g) * D, t);
+      multiply_half(y, rows, metric[i]);
       *reinterpret_cast<float2*>(product + g * D + col + 2 * t) = make_float2(y[0], y[1]);
     }
     __syncthreads();

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .materialise import decode_rows
-from .tile import POSITION, form_of
+from .tile import POSITION, form_of, mean_rows
 
 HITS, MISSES, REQUESTS = range(3)
 _TILE = 16
@@ -46,12 +46,17 @@ def _restore_kernel(
         turns += tl.load(which + layer) * table_stride
         lift += layer.to(tl.int64) * (Hk * D * D)
         units += layer * (Hk * 2)
+    mean = 0.0
+    if FORM % 8 == POSITION:  # the program's positions are one tile of them
+        tile = tl.program_id(1) * (TB // 16) + tl.arange(0, 16)
+        rows_of_means = mean_rows(turns, lift, units, tile, tile * 16 < n_sink, head, 16, D)
+        mean = tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, rows_of_means, 0.0), 0)[None, :]
     k = tl.load(cache_k + src, hit[:, None], 0.0).to(tl.float32)
-    decoded = decode_rows(mine, slot, pos, miss, head, 0, grid, turns, lift, units, FORM, TB, Hk, D)
+    decoded = decode_rows(mine, slot, miss, head, 0, grid, mean, FORM, TB, Hk, D)
     k = tl.where(miss[:, None], decoded, k)
     tl.store(sink_k + dst, k.to(sink_k.dtype.element_ty), ok[:, None])
     v = tl.load(cache_v + src, hit[:, None], 0.0).to(tl.float32)
-    decoded = decode_rows(mine, slot, pos, miss, head, 1, grid, turns, lift, units, FORM, TB, Hk, D)
+    decoded = decode_rows(mine, slot, miss, head, 1, grid, mean, FORM, TB, Hk, D)
     v = tl.where(miss[:, None], decoded, v)
     tl.store(sink_v + dst, v.to(sink_v.dtype.element_ty), ok[:, None])
     if (tl.program_id(2) == 0) & (COUNTS != 0):

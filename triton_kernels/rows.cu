@@ -57,12 +57,19 @@ template <int PARTS> DEV void rotate_rows(float (&y)[4], const RFragment<PARTS>&
   }
 }
 
-// 16 FP16 rows times 8 FP16 columns, float32: `column` is the one numbered g, a row of the transposed matrix.
-DEV void multiply_half(float (&y)[4], const Rows& rows, const u16* column, int t) {
+// A column of a matrix of FP16, which is a row of the transposed one, as B operand
+struct HalfColumn {
+  uint4 c[D / 32];
+  DEV void load(const u16* column, int t) {
+    UNROLL for (int r = 0; r < D / 32; r++) c[r] = *reinterpret_cast<const uint4*>(column + 32 * r + 8 * t);
+  }
+};
+// 16 FP16 rows times 8 FP16 columns, of which a lane holds the one numbered g; float32
+DEV void multiply_half(float (&y)[4], const Rows& rows, const HalfColumn& column) {
   float odd[4] = {0.f, 0.f, 0.f, 0.f};
   UNROLL for (int e = 0; e < 4; e++) y[e] = 0.f;
   UNROLL for (int r = 0; r < D / 32; r++) {
-    const uint4 u = rows.x[r][0], v = rows.x[r][1], c = *reinterpret_cast<const uint4*>(column + 32 * r + 8 * t);
+    const uint4 u = rows.x[r][0], v = rows.x[r][1], c = column.c[r];
     mma(y, u.x, v.x, u.y, v.y, c.x, c.y);
     mma(odd, u.z, v.z, u.w, v.w, c.z, c.w);
   }
@@ -325,8 +332,9 @@ struct CodeArgs {
   const float* grid;     // [HK, 2, 3], COMPACT
   const float* metric;   // [HK, D, D] symmetric, ACCURATE
 };
-// What codec_position needs besides (means.py).
+// What codec_position needs besides (means.py). `rotate` computes shares, from k; merge.cu reads them.
 struct MeanArgs {
+  float* shares;         // [T, HK]: mean_share
   const u16* k;          // [T, HK, D] of the model, token stride below
   i64 stride_k;
   const i64* positions;  // [T]
@@ -339,14 +347,35 @@ struct MeanArgs {
 };
 #if META_FORM == POSITION
 DEV const u16* turn_of(const MeanArgs& m, int token) { return m.turns + (m.positions[token] >> 4) * D; }
-// Two channels of C(x)
-DEV float2 mixed(const MeanArgs& m, int head, const u16* x, int channel) {
-  const float2 own = unpack_window(*reinterpret_cast<const u32*>(x + channel));
-  const int2 from = *reinterpret_cast<const int2*>(m.partner + channel);
-  const float2 other = unpack_window(x[from.x] | (u32)x[from.y] << 16);
-  const float* mix = m.mix + head * 2 * D + channel;
-  const float2 a = *reinterpret_cast<const float2*>(mix), b = *reinterpret_cast<const float2*>(mix + D);
-  return make_float2(fmaf(b.x, other.x, a.x * own.x), fmaf(b.y, other.y, a.y * own.y));
+// What C(x) makes two channels of, and the two of x
+struct Mix {
+  float2 own, other;
+  int2 partner;
+  DEV void load(const MeanArgs& m, int head, int channel) {
+    const float* mix = m.mix + head * 2 * D + channel;
+    own = *reinterpret_cast<const float2*>(mix);
+    other = *reinterpret_cast<const float2*>(mix + D);
+    partner = *reinterpret_cast<const int2*>(m.partner + channel);
+  }
+  DEV float2 of(const u16* x, int channel) const {
+    const float2 a = unpack_window(*reinterpret_cast<const u32*>(x + channel));
+    const float2 b = unpack_window(x[partner.x] | (u32)x[partner.y] << 16);
+    return make_float2(fmaf(other.x, b.x, own.x * a.x), fmaf(other.y, b.y, own.y * a.y));
+  }
+};
+// a of a token's key, before it is rounded
+DEV float mean_share(const MeanArgs& m, int head, int token) {
+  const int channel = (threadIdx.x & 31) * VEC;
+  const u16* k = m.k + token * m.stride_k + head * D;
+  const u16* turn = turn_of(m, token) + channel;
+  float sum = 0.f;
+  UNROLL for (int i = 0; i < VEC; i += 2) {
+    Mix mix;
+    mix.load(m, head, channel + i);
+    const float2 t = unpack_half(*reinterpret_cast<const u32*>(turn + i)), x = mix.of(k, channel + i);
+    sum = fmaf(t.x, x.x, fmaf(t.y, x.y, sum));
+  }
+  return warp_sum(sum) * m.units[head * 2];
 }
 // A key on its way to its codes
 struct Key {
@@ -354,21 +383,15 @@ struct Key {
   float step;
   u32 share;             // byte of a
 };
-// y: the rotated key, u: its position's row of lift. Leaves y / step in FP16 at `half`, a row of the tile of which
-// `finish_key` wants the product with the metric.
-DEV Key begin_key(const CodeArgs& c, const MeanArgs& m, int head, int token, const Row& y, const Row& u, u16* half) {
+// y: the rotated key, u: its position's row of lift, share: mean_share. Leaves y / step in FP16 at `half`, a row of the
+// tile of which `finish_key` wants the product with the metric.
+DEV Key begin_key(const CodeArgs& c, const MeanArgs& m, int head, float share, const Row& y, const Row& u, u16* half) {
   const int lane = threadIdx.x & 31;
   const float* grid = c.grid + head * 6;
-  const u16* k = m.k + token * m.stride_k + head * D;
-  const u16* turn = turn_of(m, token) + lane * VEC;
-  float sum = 0.f;
-  UNROLL for (int i = 0; i < VEC; i += 2) {
-    const float2 t = unpack_half(*reinterpret_cast<const u32*>(turn + i)), x = mixed(m, head, k, lane * VEC + i);
-    sum = fmaf(t.x, x.x, fmaf(t.y, x.y, sum));
-  }
+  const float unit = m.units[head * 2 + 1];
   Key key;
-  key.share = lo_byte(warp_sum(sum) * m.units[head * 2], grid[1], grid[2]);
-  const float share = lo_of(key.share, grid[1], grid[2]), unit = m.units[head * 2 + 1];
+  key.share = lo_byte(share, grid[1], grid[2]);
+  share = lo_of(key.share, grid[1], grid[2]);
   UNROLL for (int i = 0; i < VEC; i++) key.y.v[i] = __fsub_rn(y.v[i], __fmul_rn(share, __fmul_rn(u.v[i], unit)));
   constexpr float SPREAD = 2.f * (K_BITS == 4 ? 2.7f : 1.6f) / K_LEVELS;
   const float step = __fmul_rn(__fsqrt_rn(dot(key.y, key.y) * (1.f / D)), SPREAD);

@@ -39,12 +39,7 @@ DEV const u16* q_row(const StoreArgs& a, int i, int head) {   // i: token * G + 
 }
 // Two columns of a rotated query
 DEV void write_query(const StoreArgs& a, int i, int head, int col, float x, float y) {
-  const i64 row = ((i64)(i / G) * (HK * G) + head * G + i % G) * Q_ROW, at = row + col;
-#if META_FORM == POSITION
-  const float2 c = mixed(a.mean, head, q_row(a, i, head), col);
-  reinterpret_cast<u32*>(reinterpret_cast<float*>(a.q_rot) + row + D)[col / 2] =
-      pack_half(fminf(fmaxf(c.x, -MAX_HALF), MAX_HALF), fminf(fmaxf(c.y, -MAX_HALF), MAX_HALF));
-#endif
+  const i64 at = ((i64)(i / G) * (HK * G) + head * G + i % G) * Q_ROW + col;
   if (a.q_half) reinterpret_cast<u32*>(a.q_rot)[at / 2] = pack_window(x, y);
   else reinterpret_cast<float2*>(a.q_rot)[at / 2] = make_float2(x, y);
 }
@@ -92,6 +87,13 @@ template <bool KEY> DEV void store_part(const StoreArgs& a, float* y_tile, float
   }
 }
 #if META_FORM == POSITION
+// C(q) of two columns, beside the rotated query
+DEV void write_mixed(const StoreArgs& a, int i, int head, int col, const Mix& mix) {
+  const float2 c = mix.of(q_row(a, i, head), col);
+  const i64 row = ((i64)(i / G) * (HK * G) + head * G + i % G) * Q_ROW;
+  reinterpret_cast<u32*>(reinterpret_cast<float*>(a.q_rot) + row + D)[col / 2] =
+      pack_half(fminf(fmaxf(c.x, -MAX_HALF), MAX_HALF), fminf(fmaxf(c.y, -MAX_HALF), MAX_HALF));
+}
 DEV void load_turns(Rows& rows, const StoreArgs& a, int tile, int g, int t) {
   const u16* src[2];
   UNROLL for (int e = 0; e < 2; e++) {
@@ -109,44 +111,53 @@ DEV void store_keys(const StoreArgs& a, float* y_tile, float* u_tile, u16* half_
   const bool rotates = warp < D / 8;
   const i64 column = ((i64)head * D + warp * 8 + g) * D;
   RFragment<3> r;
-  if (rotates) load_r(r, a.r_k + (i64)head * D * D, warp * 8, g, t);
+  HalfColumn lift, metric;
+  if (rotates) {
+    load_r(r, a.r_k + (i64)head * D * D, warp * 8, g, t);
+    lift.load(a.mean.lift + column, t);
+    if (t == 0) prefetch(a.mean.metric + column), prefetch(a.mean.metric + column + D / 2);
+    if (lane < 2 * D / 32) prefetch(a.mean.mix + head * 2 * D + lane * 32);
+  }
   wait_previous_kernel();
   auto put = [&](float* tile, const float (&y)[4]) {
     UNROLL for (int e = 0; e < 2; e++)
       *reinterpret_cast<float2*>(tile + (g + 8 * e) * Y_STRIDE + warp * 8 + 2 * t) = make_float2(y[2 * e], y[2 * e + 1]);
   };
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    float y[4];
-    Rows rows;
+    const int token = tile * ROWS + warp, next = token + gridDim.x * ROWS;
+    if (lane < 2 && warp < ROWS && next < a.tokens) prefetch(kv_row(a, true, next, head) + lane * (D / 2));
+    const i64 slot = warp < ROWS && token < a.tokens ? a.to.slots[token] : -1;
+    float y[4], share = slot >= 0 ? mean_share(a.mean, head, token) : 0.f;
     if (rotates) {
       const u16* src[2];
       UNROLL for (int e = 0; e < 2; e++) {
         const int i = tile * ROWS + g + 8 * e;
         src[e] = i < a.tokens ? kv_row(a, true, i, head) : nullptr;
       }
+      Rows rows, turned;
       load_rows(rows, src[0], src[1], t);
+      load_turns(turned, a, tile, g, t);
       rotate_rows(y, r, rows);
       put(y_tile, y);
-      load_turns(rows, a, tile, g, t);
-      multiply_half(y, rows, a.mean.lift + column, t);
+      multiply_half(y, turned, lift);
       put(u_tile, y);
+      metric.load(a.mean.metric + column, t);
     }
     wait_all_copies();
     __syncthreads();
-    const int token = tile * ROWS + warp;
-    const i64 slot = warp < ROWS && token < a.tokens ? a.to.slots[token] : -1;
     Key key;
     if (slot >= 0) {
       Row k, u;
       load_shared<VEC>(k.v, y_tile + warp * Y_STRIDE + lane * VEC);
       load_shared<VEC>(u.v, u_tile + warp * Y_STRIDE + lane * VEC);
       each_window<true>(a.to, head, token, [&](u16* row) { write_model_row(row, k); });
-      key = begin_key(a.codes, a.mean, head, token, k, u, half_tile + warp * HALF_STRIDE);
+      key = begin_key(a.codes, a.mean, head, share, k, u, half_tile + warp * HALF_STRIDE);
     }
     __syncthreads();
     if (rotates) {
-      load_half_rows(rows, half_tile, g, t, true);
-      multiply_half(y, rows, a.mean.metric + column, t);
+      Rows half;
+      load_half_rows(half, half_tile, g, t, true);
+      multiply_half(y, half, metric);
       put(u_tile, y);
     }
     __syncthreads();
@@ -165,6 +176,10 @@ DEV void query_part(const StoreArgs& a) {
   if (a.q_rot == nullptr || blockIdx.x >= tiles || warp >= D / 8) return;
   RFragment<2> r;
   load_r(r, (META_FORM == POSITION ? a.r_q : a.r_k) + (i64)head * D * D, warp * 8, g, t);
+#if META_FORM == POSITION
+  Mix mix;
+  mix.load(a.mean, head, warp * 8 + 2 * t);
+#endif
   wait_previous_kernel();
   auto fetch = [&](Rows& rows, int tile) {
     const u16* src[2];
@@ -179,7 +194,11 @@ DEV void query_part(const StoreArgs& a) {
     rotate_rows(y, r, rows);
     UNROLL for (int e = 0; e < 2; e++) {
       const int i = tile * ROWS + g + 8 * e;
-      if (i < n) write_query(a, i, head, warp * 8 + 2 * t, y[2 * e], y[2 * e + 1]);
+      if (i >= n) continue;
+#if META_FORM == POSITION
+      write_mixed(a, i, head, warp * 8 + 2 * t, mix);
+#endif
+      write_query(a, i, head, warp * 8 + 2 * t, y[2 * e], y[2 * e + 1]);
     }
   };
   Rows even, odd;
@@ -217,6 +236,10 @@ template <int PART> DEV void rotate_part(const StoreArgs& a, int col0) {
   const int col = col0 + warp * 8;
   RFragment<PART == QUERY ? 2 : 3> r;
   load_r(r, (PART == 1 ? a.r_v : PART == QUERY && META_FORM == POSITION ? a.r_q : a.r_k) + (i64)head * D * D, col, g, t);
+#if META_FORM == POSITION
+  Mix mix;
+  if (PART == QUERY) mix.load(a.mean, head, col + 2 * t);
+#endif
   wait_previous_kernel();
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const u16* src[2];
@@ -232,6 +255,9 @@ template <int PART> DEV void rotate_part(const StoreArgs& a, int col0) {
       const int i = tile * ROWS + g + 8 * e, at = col + 2 * t;
       if (i >= n) continue;
       if (PART == QUERY) {
+#if META_FORM == POSITION
+        write_mixed(a, i, head, at, mix);
+#endif
         write_query(a, i, head, at, y[2 * e], y[2 * e + 1]);
       } else if (a.to.slots[i] >= 0) {
         const u32 packed = pack_window(y[2 * e], y[2 * e + 1]);
@@ -246,12 +272,21 @@ template <int PART> DEV void rotate_part(const StoreArgs& a, int col0) {
 DEV void lift_part(const StoreArgs& a, int col0) {
   const int head = blockIdx.y, tiles = div_up(a.tokens, ROWS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, col = col0 + warp * 8;
+  HalfColumn lift;
+  lift.load(a.mean.lift + ((i64)head * D + col + g) * D, t);
+  if (lane < 2 * D / 32) prefetch(a.mean.mix + head * 2 * D + lane * 32);
   wait_previous_kernel();
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     Rows rows;
     float y[4];
     load_turns(rows, a, tile, g, t);
-    multiply_half(y, rows, a.mean.lift + ((i64)head * D + col + g) * D, t);
+    for (int row = col / 8; row < ROWS; row += D / 8) {             // each warp's share of the shares
+      const int i = tile * ROWS + row;
+      if (i >= a.tokens || a.to.slots[i] < 0) continue;
+      const float share = mean_share(a.mean, head, i);
+      if (lane == 0) a.mean.shares[i * HK + head] = share;
+    }
+    multiply_half(y, rows, lift);
     UNROLL for (int e = 0; e < 2; e++) {
       const int i = tile * ROWS + g + 8 * e;
       if (i < a.tokens && a.to.slots[i] >= 0)

@@ -276,17 +276,3 @@ def mean_rows(turns, lift, units, tile, needed, head, N: tl.constexpr, D: tl.con
         matrix = tl.load(lift + (head * D + cols[None, :]) * D + some[:, None])
         y = tl.dot(row, matrix, y)
     return y * tl.load(units + head * 2 + 1)
-
-
-@triton.jit
-def add_mean(y, share, pos, ok, turns, lift, units, head, TB: tl.constexpr, D: tl.constexpr):
-    """y [TB, D] of tokens at ``pos`` [TB], at most 15 tiles of positions from the first ``ok`` one
-    on, plus ``share`` [TB] times w A of theirs."""
-    far = 1 << 30
-    first = tl.min(tl.where(ok, pos, far), 0) // 16
-    tile = first + tl.arange(0, 16)
-    last = tl.max(tl.where(ok, pos, 0), 0) // 16
-    rows = mean_rows(turns, lift, units, tile, tile <= last, head, 16, D)
-    mine = ((pos // 16)[:, None] == tile[None, :]) & ok[:, None]
-    shares = tl.where(mine, share[:, None], 0.0)
-    return tl.dot(shares, rows, y, input_precision="tf32x3")

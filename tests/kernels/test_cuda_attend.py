@@ -28,13 +28,18 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("meta,dim,arch,paged", COMPILED)
-def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatch):
+WIDTHS = [("position", 128, *ARCHS[0], 4, 2), ("position", 64, *ARCHS[0], 4, 4)]
+
+
+@pytest.mark.parametrize(
+    "meta,dim,arch,paged,k_bits,v_bits", [*((*case, 2, 2) for case in COMPILED), *WIDTHS]
+)
+def test_compiles_without_a_toolkit(meta, dim, arch, paged, k_bits, v_bits, tmp_path, monkeypatch):
     if not nvrtc.available():
         pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path))
     shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
-    shape |= {"K_BITS": 2, "V_BITS": 2}
+    shape |= {"K_BITS": k_bits, "V_BITS": v_bits}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
     searched = meta in ("affine", "compact", "position")
     codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": searched, "ACCURATE": searched and not paged}

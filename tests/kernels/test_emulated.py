@@ -45,12 +45,9 @@ CASES = {
     # More splits than merge has warps.
     "lloyd-long": (replace(PAGED, splits=12), dict(dim=64, kv_heads=1)),
     "position": (UNPAGED, dict(dim=64, page=1)),
-    "position-paged": (PAGED, dict(dim=128)),
-    "position-cta": (CTA, dict(dim=64, kv_heads=8)),
     "position-neighbours": (CTA, dict(dim=128, kv_heads=8, adjacent=True)),
     "position42": (PAGED, dict(dim=128)),
     "position24": (UNPAGED, dict(dim=64, page=1)),
-    "position44": (PAGED, dict(dim=64)),
     "position42-cta": (CTA, dict(dim=64, kv_heads=8)),
     "position44-cta": (CTA, dict(dim=128, kv_heads=8)),
     "position-huge": (PAGED, dict(dim=64, spread=2000.0)),
