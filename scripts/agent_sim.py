@@ -43,7 +43,7 @@ from endurance import device_name, gpu_used  # noqa: E402
 from provenance import header  # noqa: E402
 from server import Client, Server  # noqa: E402
 
-ERRORS = ("memory leak detected", "double free", "use-after-free", "Traceback", "OwnershipError")
+ERRORS = ("memory leak detected", "double free", "use-after-free", "hit an exception", "OwnershipError")
 RETRACTED = re.compile(r"(pool is full|Testing retract)\S*.*#retracted_reqs: (\d+)")
 MB = 2**20
 
