@@ -20,11 +20,15 @@ _LOCK_NOTICE_SECONDS = 5
 
 
 def artifact_path(
-    fingerprint: Fingerprint, codec: str, codec_options: Mapping[str, str] | None = None
+    fingerprint: Fingerprint,
+    codec: str,
+    codec_options: Mapping[str, str] | None = None,
+    bits: float | None = None,
 ) -> Path:
     """Where the artifact of a model, codec and choice of its options is cached."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", fingerprint.architecture)
     chosen = "".join(f"-{k}-{v}" for k, v in sorted((codec_options or {}).items()))
+    chosen += "" if bits is None else f"-{bits:g}-bits"
     return cache_dir() / f"{name}-{fingerprint.key}-{codec}{chosen}.safetensors"
 
 
@@ -32,18 +36,20 @@ def ensure_artifact(
     model_dir: Path | str,
     codec: str = "feedback",
     codec_options: Mapping[str, str] | None = None,
+    bits: float | None = None,
     **options: Any,
 ) -> tuple[Artifact, Path | None, bool]:
     """The cached artifact of a model, calibrated without data if there is none yet.
 
-    ``codec_options`` and ``options`` go to ``pipeline.calibrate`` (tokens, device, seed, progress).
+    ``codec_options``, ``bits`` and ``options`` go to ``pipeline.calibrate`` (tokens, device, seed,
+    progress).
     Returns the artifact, its file (None if the cache directory cannot be written) and whether it
     was made now. A file lock makes other processes wait instead of calibrating the same model
     twice.
     """
     fingerprint = Fingerprint.of(model_dir)
-    path = artifact_path(fingerprint, codec, codec_options)
-    options["codec_options"] = codec_options
+    path = artifact_path(fingerprint, codec, codec_options, bits)
+    options |= {"codec_options": codec_options, "bits": bits}
     found = _valid(path, fingerprint, codec)
     if found:
         return found, path, False

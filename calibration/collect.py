@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..fingerprint import read_config, text_config
+from ..kernels.codec import LayerCodec
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import attention_layers_of, causal_attention, replaced_attention
 from .errors import CalibrationError
+from .rope import PROBE_TOKENS, Turning, checked, turning
 from .stats import LayerStats, Moments
+from .widths import Prober, Scores, projection
 
 if TYPE_CHECKING:
     from .state import Partial
@@ -81,19 +85,29 @@ def _quiet() -> Iterator[None]:
 
 
 class Accumulator:
-    """Moments of every layer, fed layer by layer and sequence by sequence by a front end."""
+    """Moments of every layer, fed layer by layer and sequence by sequence by a front end.
+    ``turning``: how keys turn; without it there are no moments before RoPE."""
 
-    def __init__(self, n_sink: int = 64, capacity: int = 512) -> None:
+    def __init__(
+        self, n_sink: int = 64, capacity: int = 512, turning: Turning | None = None
+    ) -> None:
         self.n_sink = n_sink
         self.capacity = capacity
+        self.turning = turning
         self.stats: dict[int, LayerStats] = {}
         self.seen = 0
 
     def add(self, layer: int, q, k, v, o) -> None:
         """Rows of one whole sequence in one layer: q, o [T, H, D]; k, v [T, Hk, D]."""
         rows = [x[self.n_sink :] for x in (q, k, v, o)]
-        index = self.seen + torch.arange(len(rows[0]), device=q.device)
-        self.stats.setdefault(layer, LayerStats(self.capacity)).update(index, *rows)
+        order = torch.arange(len(rows[0]), device=q.device)
+        if layer not in self.stats:
+            self.stats[layer] = self.new_stats(layer)
+        self.stats[layer].update(self.seen + order, *rows, self.n_sink + order)
+
+    def new_stats(self, layer: int) -> LayerStats:
+        """Empty sums of ``layer``."""
+        return LayerStats(self.capacity, self.turning and self.turning.of_layer(layer))
 
     def advance(self, tokens: int) -> None:
         """All layers have seen a sequence of ``tokens``."""
@@ -111,8 +125,67 @@ class Accumulator:
             m = self.stats[layer].finish()
             if not all(bool(t.isfinite().all()) for t in (m.ktk, m.vtv, m.qtq, m.oto)):
                 raise CalibrationError(f"layer {layer}: K, V or Q is NaN or infinite")
+            if self.turning:
+                m = replace(m, before=replace(m.before, doubt=self.turning.doubt))
             moments.append(m)
         return moments
+
+
+@torch.no_grad()
+def model_turning(model: PreTrainedModel, token: int) -> Turning:
+    """How the model's keys turn: what its configuration says, checked where that is possible."""
+    text = model.config.get_text_config().to_dict()
+    layer_ids, keys = attention_layers_of(model), []
+
+    def attend(layer, q, k, v, scale):
+        if layer == 0:
+            keys.append(k[0].transpose(0, 1).float())
+        return causal_attention(q, k, v, scale)
+
+    ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
+    with replaced_attention(model, attend):
+        model.base_model(input_ids=ids, use_cache=False)
+    found = turning(text, keys[0].shape[-1], layer_ids)
+    return checked(found, keys[0]) if layer_ids[0] == 0 else found
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel, ids: torch.Tensor, codecs: Sequence[LayerCodec], n_sink: int
+) -> Scores | None:
+    """Of each layer's slots on the sequence ``ids`` [T]; None if the model's output projections
+    are not found."""
+    layer_ids = attention_layers_of(model)
+    modules = {m.layer_idx: m for m in model.modules() if projection(m) and hasattr(m, "layer_idx")}
+    blocks = getattr(model.base_model, "layers", None)
+    if blocks is None or not set(layer_ids) <= set(modules):
+        return None
+    project = [projection(modules[i]) for i in layer_ids]
+    prober = Prober(codecs, project, [0.0] * len(layer_ids), n_sink)
+
+    def attend(layer, q, k, v, scale):
+        o = causal_attention(q.float(), k.float(), v.float(), scale)
+        prober.scales[layer] = scale
+        prober.add(layer, *(x[0].transpose(0, 1) for x in (q, k, v, o)))
+        return o.to(q.dtype)
+
+    def before(layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        prober.residual[layer] = hidden[0]
+
+    hooks = [
+        blocks[layer_id].register_forward_pre_hook(
+            lambda _module, args, kwargs, i=i: before(i, args, kwargs), with_kwargs=True
+        )
+        for i, layer_id in enumerate(layer_ids)
+    ]
+    try:
+        with replaced_attention(model, attend):
+            model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return prober.scores()
 
 
 @torch.no_grad()
@@ -124,12 +197,14 @@ def collect(
     progress: Progress | None = None,
     partial: Partial | None = None,
 ) -> list[Moments]:
-    """Moments of every layer over positions >= n_sink of each sequence ([T] int64 ids).
+    """Moments of every layer over positions >= n_sink of each sequence ([T] int64 ids), before and
+    after RoPE.
 
     Logits are never computed and one sequence is in memory at a time. ``capacity`` bounds the
     held-back rows per layer. ``partial`` lets a later call continue an interrupted one.
     """
-    total = Accumulator(n_sink, capacity)
+    turns = model_turning(model, int(sequences[0][0]))
+    total = Accumulator(n_sink, capacity, turns)
     first = partial.restore(total) if partial else 0
 
     def attend(layer, q, k, v, scale):

@@ -34,12 +34,17 @@ _QUERY_TILE = 256
 
 
 def quantise(
-    spec: CodecSpec, params: LayerParams, k: torch.Tensor, v: torch.Tensor
+    spec: CodecSpec,
+    params: LayerParams,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the cache returns for k, v [T, Hk, D]: float32, still rotated by r_k, r_v."""
-    k_rows = encode_k(spec, params, rotate(k.float(), params.r_k))
+    """What the cache returns for k, v [T, Hk, D] at ``positions`` [T]: float32, still rotated by
+    r_k, r_v."""
+    k_rows = encode_k(spec, params, rotate(k.float(), params.r_k), positions)
     v_rows = encode_v(spec, params, rotate(v.float(), params.r_v))
-    return decode_k(spec, params, k_rows), decode_v(spec, params, v_rows)
+    return decode_k(spec, params, k_rows, positions), decode_v(spec, params, v_rows)
 
 
 class _Memo(NamedTuple):
@@ -69,7 +74,7 @@ class QuantisedCache:
         hist_end: torch.Tensor | None = None,
     ) -> None:
         self.model = model
-        self.spec = artifact.spec
+        self.specs = artifact.specs
         self.params = [p.to(model.device) for p in artifact.layers]
         self.windows = windows
         self.exact_prefix = exact_prefix
@@ -126,11 +131,11 @@ class QuantisedCache:
         ):
             known = 0
         fresh_k, fresh_v = k[:, known:], v[:, known:]
+        first = self.windows.n_sink + known
+        positions = torch.arange(first, first + fresh_k.shape[1], device=k.device)
+        rows = fresh_k.flatten(0, 1), fresh_v.flatten(0, 1), positions.repeat(len(k))
         k_hat, v_hat = (
-            x.view(fresh_k.shape)
-            for x in quantise(
-                self.spec, self.params[layer], fresh_k.flatten(0, 1), fresh_v.flatten(0, 1)
-            )
+            x.view(fresh_k.shape) for x in quantise(self.specs[layer], self.params[layer], *rows)
         )
         if known:
             k_hat = torch.cat([memo.k_hat[:, :known], k_hat], 1)
@@ -155,7 +160,7 @@ def _attend_mixed(q, k, v, k_hat, v_hat, params, positions, ends, n_sink, scale)
 
     logits = q @ k.mT
     logits[..., history] = torch.where(
-        quantised[:, history], (q @ params.r_k) @ k_hat.mT, logits[..., history]
+        quantised[:, history], (q @ params.queries) @ k_hat.mT, logits[..., history]
     )
     weights = (logits * scale).masked_fill(~visible, float("-inf")).softmax(-1)
     out = weights.masked_fill(quantised, 0) @ v

@@ -25,18 +25,23 @@ import torch
 from ..kernels.codec import (
     CODECS,
     CodecSpec,
+    LayerCodec,
     LayerParams,
     decode_k,
     decode_v,
     encode_k,
     encode_v,
     rotate,
+    with_bits,
 )
+from . import fit_position
 from .fit_options import feedback_metric, fit_grids
 from .hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
-from .stats import Moments
+from .stats import BeforeRope, Moments
 
 DAMPING = 0.05
+N_SINK = 64  # first tokens that are kept exactly and are in no statistic
+CONTEXT = 8192  # tokens that ``position`` is fitted for unless more is known
 _OSCAR = ("oscar", "lloyd")  # codecs with OSCAR's rotations
 
 
@@ -49,23 +54,36 @@ def k_bases(codec: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Parameters of one layer and the report kept in the artifact (JSON values)."""
+    """One layer's codec and the report kept in the artifact (JSON values)."""
 
+    spec: CodecSpec
     params: LayerParams
     report: dict[str, Any]
 
+    @property
+    def codec(self) -> LayerCodec:
+        return LayerCodec(self.spec, self.params)
+
 
 def fit_layer(
-    moments: Moments, codec: str, damping: float = DAMPING, proxy: bool = False
+    moments: Moments,
+    codec: str,
+    damping: float = DAMPING,
+    proxy: bool = False,
+    context: int = CONTEXT,
+    n_sink: int = N_SINK,
 ) -> LayerFit:
     """Fit one layer; with several K bases, each head keeps the one with the smallest error. Not for
     codecs that need no data.
 
-    ``proxy`` gives OSCAR the V statistic of its published code instead of its paper's.
+    proxy            gives OSCAR the V statistic of its published code instead of its paper's
+    context, n_sink  positions that ``position`` is fitted for
     """
     spec = CODECS[codec]
     r_v = _v_basis(moments, codec, _published_v_statistic(moments) if proxy else moments.oto)
     r_v = r_v.float()
+    if spec.meta == "position":
+        return _fit_position(spec, moments, r_v, damping, context, n_sink)
     candidates = {}
     errors = {}
     for name in k_bases(codec):
@@ -79,10 +97,60 @@ def fit_layer(
         "k_basis": [names[i] for i in chosen],
         "k_error": {n: _rounded(errors[n]) for n in names},
         "k_error_plain": _rounded(k_error(replace(spec, search="round"), params, moments)),
+        "logit_error": _rounded(logit_error(spec, params, moments)),
         "v_error": _rounded(v_error(spec, params, moments)),
         "k_mean_energy": _rounded(mean_energy(moments)),
     }
-    return LayerFit(params, report)
+    return LayerFit(spec, params, report)
+
+
+def _fit_position(
+    spec: CodecSpec,
+    moments: Moments,
+    r_v: torch.Tensor,
+    damping: float,
+    context: int,
+    n_sink: int,
+) -> LayerFit:
+    fitted = fit_position.fit(spec, moments, r_v, damping, context, n_sink)
+    spec, candidates, errors, energy = fitted
+    names, d = list(candidates), moments.k_mean.shape[-1]
+    chosen = torch.stack([errors[n] for n in names]).argmin(0).tolist()
+    params = _mix([candidates[n] for n in names], chosen)
+    report = {
+        "k_basis": [names[i] for i in chosen],
+        "k_error": {n: _rounded(_ratio(e, energy)) for n, e in errors.items()},
+        "logit_error": _rounded((torch.stack(list(errors.values())).amin(0) / d).sqrt()),
+        "v_error": _rounded(v_error(spec, params, moments)),
+        "k_mean_energy": _rounded(mean_energy(moments.before)),
+    }
+    return LayerFit(spec, params, report)
+
+
+def widened(
+    fitted: LayerFit, moments: Moments, bits: tuple[int, int], context: int, n_sink: int
+) -> LayerFit:
+    """A layer of ``position`` with K and V of other ``bits``: everything but the metadata's grid
+    stays as it is. The report says what the errors were before."""
+    spec = with_bits(fitted.spec, *bits)
+    if spec == fitted.spec:
+        return fitted
+    keys, positions = fit_position.moved(moments.before, moments.held_k, n_sink, context)
+    grid = fit_position.fit_grids(spec, fitted.params, keys, positions, moments.held_v)
+    params, old = fitted.params._replace(grid=grid), fitted.report
+    m = fit_position.turned_moment(moments.before.rope, moments.before.qtq, n_sink, context)
+    error = fit_position.error(spec, params, keys, positions, m)
+    k_error = _rounded(_ratio(error, fit_position.energy(keys, m)))
+    chosen = {basis: list(errors) for basis, errors in old["k_error"].items()}
+    for head, basis in enumerate(old["k_basis"]):
+        chosen[basis][head] = k_error[head]
+    report = old | {
+        "k_error": chosen,
+        "logit_error": _rounded((error / keys.shape[-1]).sqrt()),
+        "v_error": _rounded(v_error(spec, params, moments)),
+        "at_2_bits": {n: old[n] for n in ("logit_error", "v_error")},
+    }
+    return LayerFit(spec, params, report)
 
 
 def _parameters(
@@ -110,10 +178,25 @@ def feedback_factor(metric: torch.Tensor) -> torch.Tensor:
 
 def k_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
     """Relative metric error of held-back keys [Hk] float64."""
-    k_rot = rotate(moments.held_k, params.r_k)
-    error = k_rot.double() - decode_k(spec, params, encode_k(spec, params, k_rot)).double()
-    m_rot = params.r_k.double().mT @ moments.qtq @ params.r_k.double()
-    return _ratio(_energy(error, m_rot), _energy(k_rot.double(), m_rot))
+    error = _energy(_k_errors(spec, params, moments), moments.qtq)
+    return _ratio(error, _energy(moments.held_k.double(), moments.qtq))
+
+
+def logit_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
+    """Root mean square error of a logit in nats [Hk] float64, over held-back keys and the queries
+    that were seen: what a softmax weight is off by, whatever K's energy. Logits are taken to be
+    scaled by 1 / sqrt(D)."""
+    count, _, d = moments.held_k.shape
+    return (_energy(_k_errors(spec, params, moments), moments.qtq) / count / d).sqrt()
+
+
+def _k_errors(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
+    """Of held-back keys [n, Hk, D] float64, in the model's basis."""
+    before, keys = moments.before, moments.held_k
+    positions = None if before is None else before.held_positions
+    k_rot = rotate(keys, params.r_k)
+    k_hat = decode_k(spec, params, encode_k(spec, params, k_rot, positions), positions)
+    return rotate(k_hat - k_rot, params.k_back).double()
 
 
 def v_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
@@ -123,7 +206,7 @@ def v_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Ten
     return _ratio(error.square().sum((0, 2)), v_rot.double().square().sum((0, 2)))
 
 
-def mean_energy(moments: Moments) -> torch.Tensor:
+def mean_energy(moments: Moments | BeforeRope) -> torch.Tensor:
     """Part of K's energy held by its mean, [Hk] in [0, 1]."""
     total = moments.ktk.diagonal(dim1=-2, dim2=-1).sum(-1)
     return _ratio(moments.k_mean.square().sum(-1), total)

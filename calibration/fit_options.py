@@ -28,8 +28,8 @@ def fit_grids(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.T
     return torch.stack([fit_grid(k_meta, K_SIGMAS), fit_grid(v_meta, V_SIGMAS)], 1)
 
 
-def fit_grid(meta: torch.Tensor, sigmas: float) -> torch.Tensor:
-    """``lo`` over mean +- sigmas * sigma, step's mean in the middle of its 16 octaves.
+def fit_grid(meta: torch.Tensor, sigmas: float, per_octave: int = PER_OCTAVE) -> torch.Tensor:
+    """``lo`` over mean +- sigmas * sigma, step's mean in the middle of its octaves.
 
     meta [n, Hk, 2] (step, lo) -> [Hk, 3] float32, as in ``codec_compact``
     """
@@ -37,5 +37,5 @@ def fit_grid(meta: torch.Tensor, sigmas: float) -> torch.Tensor:
     log2 = step.clamp_min(torch.finfo(torch.float32).tiny).log2().mean(0)
     mean = lo.mean(0)
     half = torch.maximum(sigmas * lo.std(0), _LEAST_RANGE * mean.abs()).clamp_min(1e-6)
-    first = log2 - STEPS / 2 / PER_OCTAVE
+    first = log2 - STEPS / 2 / per_octave
     return torch.stack([first, mean - half, 2 * half / (STEPS - 1)], -1).float()

@@ -12,6 +12,7 @@ blocks (only the first may start inside one, after the sink window).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,12 @@ from .stats import Moments
 
 @dataclass(frozen=True)
 class Encoded:
-    """Stored form of K and V rows of one layer: any tensors, all of them counted."""
+    """Stored form of K and V rows of one layer, from position ``first`` on: any tensors, all of
+    them counted."""
 
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
+    first: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -49,6 +52,13 @@ class Method(ABC):
     @abstractmethod
     def fit(self, moments: Moments | None) -> Any:
         """Parameters of one layer; ``moments`` may be None unless ``needs_stats``."""
+
+    def fit_model(
+        self, moments: Sequence[Moments | None], scores: Any = None, context: int = 0
+    ) -> list[Any]:
+        """Parameters of every layer. ``scores`` (``widths``) and ``context`` are for a method that
+        chooses with all layers in view, or for a context length."""
+        return [self.fit(m) for m in moments]
 
     @abstractmethod
     def encode(self, params: Any, k: torch.Tensor, v: torch.Tensor, first: int = 0) -> Encoded: ...

@@ -48,6 +48,7 @@ def _all() -> list[Method]:
         Served("feedback"),
         Served("accurate"),
         Served("compact"),
+        Served("position"),
         Served("accurate-compact"),
     ]
 

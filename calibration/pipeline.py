@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..artifact import Artifact, Fingerprint, data_free
+from ..fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens
 from .engines import ENGINES, Run
 from .errors import CalibrationError
-from .fit import DAMPING, LayerFit, fit_layer
+from .fit import CONTEXT, DAMPING, N_SINK, LayerFit
 from .fit_options import K_SIGMAS, V_SIGMAS
-from .stats import Moments
+from .model_fit import Fitter, wanted_bits, widen
 from .warn import calibration_warnings
 
 DEFAULT_TOKENS = 8192
-N_SINK = 64
 _MIN_ROWS = 256
 
 
@@ -38,6 +40,8 @@ def calibrate(
     partial: Path | None = None,
     tp: int = 1,
     codec_options: Mapping[str, str] | None = None,
+    context: int | None = None,
+    bits: float | None = None,
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -49,6 +53,9 @@ def calibrate(
               end
     tp        tensor-parallel ranks (sglang engine)
     codec_options  of ``omni`` (``codec_omni.OPTIONS``)
+    context        positions that ``position`` is fitted for; None: the model's own context length
+    bits           per element that ``position`` may spend on history; what is left over 2 bits and
+                   metadata widens the K or V of some layers (``widths``). None: ``EXTRA_BITS``
 
     A codec that needs no data is made from the model's shape alone; the model does not run.
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
@@ -62,6 +69,8 @@ def calibrate(
         partial=partial,
         tp=tp,
         codec_options=codec_options,
+        context=context,
+        bits=bits,
     )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
@@ -80,6 +89,8 @@ def calibrate_codecs(
     partial: Path | None = None,
     tp: int = 1,
     codec_options: Mapping[str, str] | None = None,
+    context: int | None = None,
+    bits: float | None = None,
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -92,6 +103,7 @@ def calibrate_codecs(
     if not codecs:
         return made
     check_supported(model_dir, fingerprint.head_dim)
+    context = max(context or context_length(read_config(model_dir)), 2 * n_sink)
     source = load_tokens(data, model_dir, tokens, seed)
     rows = sum(max(0, len(ids) - n_sink) for ids in source.sequences)
     if rows < _MIN_ROWS:
@@ -101,7 +113,9 @@ def calibrate_codecs(
         )
     if tp > 1 and engine != "sglang":
         raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
-    run = Run(model_dir, source, device, n_sink, progress, partial, tp)
+    fitter = Fitter("position", context, n_sink, progress) if "position" in codecs else None
+    wanted = wanted_bits(bits, fingerprint.head_dim)
+    run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter)
     observed = ENGINES[engine](run)
     facts = {
         "tool": f"oscar_sglang {__version__}",
@@ -113,8 +127,10 @@ def calibrate_codecs(
         "engine": engine,
     }
     for codec in codecs:
-        fits = _fit(observed.moments, codec, progress)
-        warnings = calibration_warnings(
+        fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
+        if codec == "position":
+            fits, unscored = widen(fits, observed.moments, observed.scores, wanted, context, n_sink)
+        warnings = unscored + calibration_warnings(
             observed.source, tokens, observed.moments, fits, observed.biased
         )
         seconds = round(time.monotonic() - start, 1)
@@ -122,7 +138,7 @@ def calibrate_codecs(
         made[codec] = Artifact(
             fingerprint=fingerprint,
             codec=codec,
-            options={"damping": DAMPING, "n_sink": n_sink} | _grid_options(codec),
+            options={"damping": DAMPING, "n_sink": n_sink} | _options(codec, fits, context),
             layers=[fit.params for fit in fits],
             provenance=provenance | {"layers": [fit.report for fit in fits]},
         )
@@ -153,20 +169,27 @@ def _without_data(
     return made
 
 
-def _grid_options(codec: str) -> dict[str, float]:
-    if CODECS[codec].meta != "compact":
-        return {}
-    return {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS}
+def _options(codec: str, fits: list[LayerFit], context: int) -> dict[str, Any]:
+    """What else the codec was fitted with, and what ``codec.layer_specs`` reads."""
+    spec = CODECS[codec]
+    found = {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS} if spec.has_grid else {}
+    if spec.meta == "position":
+        ropes = [fit.spec.rope for fit in fits]
+        rope = max(ropes, key=lambda r: sum(map(bool, r.theta)))
+        found |= {
+            "context": context,
+            "rope": {n: list(v) for n, v in dataclasses.asdict(rope).items()},
+            "rope_free": [i for i, r in enumerate(ropes) if r != rope],
+            "bits": [[fit.spec.k_bits, fit.spec.v_bits] for fit in fits],
+        }
+    return found
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Positions that the model takes by its own account; ``CONTEXT`` if it does not say."""
+    found = text_config(config).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else CONTEXT
 
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _fit(moments: list[Moments], codec: str, progress: Progress | None) -> list[LayerFit]:
-    fits = []
-    for m in moments:
-        fits.append(fit_layer(m, codec))
-        if progress:
-            progress("fitting", len(fits), len(moments))
-    return fits

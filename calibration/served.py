@@ -7,7 +7,7 @@ import torch
 from ..kernels import codec_omni
 from ..kernels.codec import (
     CODECS,
-    LayerParams,
+    LayerCodec,
     Rows,
     decode_k,
     decode_v,
@@ -15,31 +15,49 @@ from ..kernels.codec import (
     encode_v,
     rotate,
 )
-from .fit import fit_layer
+from .fit import CONTEXT, N_SINK, fit_layer
 from .hadamard import hadamard
 from .method import Encoded, Method, block_pieces
+from .model_fit import Fitter, wanted_bits, widen
 from .stats import Moments
 
 
+def _positions(x: torch.Tensor, first: int) -> torch.Tensor:
+    return torch.arange(first, first + len(x), device=x.device)
+
+
 class Served(Method):
-    """A codec of ``CODECS``: parameters are those of an artifact."""
+    """A codec of ``CODECS``: parameters are those of an artifact (``Artifact.codecs``)."""
 
     def __init__(self, codec: str, summary: str | None = None, fitted: str | None = None) -> None:
         self.spec = CODECS[fitted or codec]
         super().__init__(codec, summary or self.spec.summary)
 
-    def fit(self, moments: Moments) -> LayerParams:
-        return fit_layer(moments, self.spec.name).params
+    def fit(self, moments: Moments) -> LayerCodec:
+        return fit_layer(moments, self.spec.name).codec
+
+    def fit_model(self, moments, scores=None, context=0) -> list[LayerCodec]:
+        """Of ``position`` with the widths that its default bits pay for."""
+        if self.spec.meta != "position":
+            return super().fit_model(moments)
+        context = context or CONTEXT
+        fits = Fitter(self.spec.name, context, N_SINK).fit(moments)
+        bits = wanted_bits(None, moments[0].k_mean.shape[-1])
+        wide, _ = widen(fits, moments, scores, bits, context, N_SINK)
+        return [fit.codec for fit in wide]
 
     def encode(self, params, k, v, first=0) -> Encoded:
-        k_rows = encode_k(self.spec, params, rotate(k, params.r_k))
-        v_rows = encode_v(self.spec, params, rotate(v, params.r_v))
-        return Encoded(tuple(k_rows), tuple(v_rows))
+        spec, params = params
+        k_rows = encode_k(spec, params, rotate(k, params.r_k), _positions(k, first))
+        v_rows = encode_v(spec, params, rotate(v, params.r_v))
+        return Encoded(tuple(k_rows), tuple(v_rows), first)
 
     def decode(self, params, encoded):
-        k_rot = decode_k(self.spec, params, Rows(*encoded.k))
-        v_rot = decode_v(self.spec, params, Rows(*encoded.v))
-        return rotate(k_rot, params.r_k.mT), rotate(v_rot, params.r_v.mT)
+        spec, params = params
+        k_rows, v_rows = Rows(*encoded.k), Rows(*encoded.v)
+        k_rot = decode_k(spec, params, k_rows, _positions(k_rows.packed, encoded.first))
+        v_rot = decode_v(spec, params, v_rows)
+        return rotate(k_rot, params.k_back), rotate(v_rot, params.r_v.mT)
 
 
 class OscarProxy(Served):
@@ -48,8 +66,8 @@ class OscarProxy(Served):
     def __init__(self) -> None:
         super().__init__("oscar-proxy", "OSCAR with the V statistic of its published code", "oscar")
 
-    def fit(self, moments: Moments) -> LayerParams:
-        return fit_layer(moments, "oscar", proxy=True).params
+    def fit(self, moments: Moments) -> LayerCodec:
+        return fit_layer(moments, "oscar", proxy=True).codec
 
 
 class Omni(Method):

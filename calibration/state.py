@@ -38,7 +38,9 @@ class Partial:
             if head["key"] != self.key:
                 return 0
             stats = {
-                int(layer): _layer_stats(accumulator.capacity, counts, tensors, f"{layer}.")
+                int(layer): _layer_stats(
+                    accumulator.new_stats(int(layer)), counts, tensors, f"{layer}."
+                )
                 for layer, counts in head["counts"].items()
             }
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
@@ -67,12 +69,12 @@ class Partial:
 
 
 def _layer_stats(
-    capacity: int, counts: list[int], tensors: dict[str, torch.Tensor], prefix: str
+    stats: LayerStats, counts: list[int], tensors: dict[str, torch.Tensor], prefix: str
 ) -> LayerStats:
-    stats = LayerStats(capacity)
     stats.count, stats.query_count = counts
     mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     stats.held.priority = mine.pop("priority")
-    stats.held.rows = [mine.pop(f"held{i}") for i in range(2)]
+    held = sorted(name for name in mine if name.startswith("held"))
+    stats.held.rows = [mine.pop(name) for name in held]
     stats.sums = mine
     return stats

@@ -11,7 +11,29 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.codec_position import Rope
+
 HOLD_EVERY = 16
+
+
+@dataclass(frozen=True)
+class BeforeRope:
+    """Moments of q and k with their turn taken back, over the rows of ``Moments``: from them follow
+    those of any context length (``fit_position.turned_moment``).
+
+    rope            the turn
+    k_mean          [Hk, D]      float64
+    ktk, qtq        [Hk, D, D]   float64
+    held_positions  [n] int64    of the held-back rows
+    doubt           why ``rope`` may not be how the model turns (``rope.Turning``)
+    """
+
+    rope: Rope
+    k_mean: torch.Tensor
+    ktk: torch.Tensor
+    qtq: torch.Tensor
+    held_positions: torch.Tensor
+    doubt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -24,6 +46,7 @@ class Moments:
     qtq, oto      [Hk, D, D]    E[q^T q], E[o^T o] over the query heads that share the KV head,
                                 o = softmax(q K^T scale) V before the output projection
     held_k, held_v [n, Hk, D]   float32 rows that are in none of the moments
+    before        of q and k before RoPE; None unless the turn was given
     """
 
     count: int
@@ -34,6 +57,7 @@ class Moments:
     oto: torch.Tensor
     held_k: torch.Tensor
     held_v: torch.Tensor
+    before: BeforeRope | None = None
 
 
 def join_heads(parts: list[Moments]) -> Moments:
@@ -42,11 +66,17 @@ def join_heads(parts: list[Moments]) -> Moments:
     if any(p.count != first.count or len(p.held_k) != len(first.held_k) for p in parts):
         raise ValueError("the parts saw different rows")
 
-    def joined(name: str) -> torch.Tensor:
-        return torch.cat([getattr(p, name) for p in parts], 1 if name.startswith("held") else 0)
+    def joined(name: str, of: list) -> torch.Tensor:
+        return torch.cat([getattr(p, name) for p in of], 1 if name.startswith("held") else 0)
 
     names = ("k_mean", "ktk", "vtv", "qtq", "oto", "held_k", "held_v")
-    return Moments(first.count, *map(joined, names))
+    before = None
+    if first.before:
+        of = [p.before for p in parts]
+        three = (joined(name, of) for name in ("k_mean", "ktk", "qtq"))
+        held = first.before.held_positions
+        before = BeforeRope(first.before.rope, *three, held, first.before.doubt)
+    return Moments(first.count, *(joined(name, parts) for name in names), before)
 
 
 class Reservoir:
@@ -69,9 +99,11 @@ class Reservoir:
 
 
 class LayerStats:
-    """Accumulates one layer's moments in float64 on the device of the rows."""
+    """Accumulates one layer's moments in float64 on the device of the rows. ``rope``: how its q and
+    k turn; without it there are no moments before RoPE."""
 
-    def __init__(self, capacity: int = 512) -> None:
+    def __init__(self, capacity: int = 512, rope: Rope | None = None) -> None:
+        self.rope = rope
         self.count = 0
         self.query_count = 0
         self.sums: dict[str, torch.Tensor] = {}
@@ -84,16 +116,24 @@ class LayerStats:
         k: torch.Tensor,
         v: torch.Tensor,
         o: torch.Tensor,
+        positions: torch.Tensor | None = None,
     ) -> None:
-        """Add rows: q, o [T, H, D]; k, v [T, Hk, D]; index [T] int64, unique over the stream."""
+        """Add rows: q, o [T, H, D]; k, v [T, Hk, D]; index [T] int64, unique over the stream;
+        positions [T] int64 in their sequences, needed with ``rope``."""
         held = index % HOLD_EVERY == HOLD_EVERY - 1
-        self.held.offer(index[held], k[held], v[held])
+        rows = [k, v] if self.rope is None else [k, v, positions]
+        self.held.offer(index[held], *(x[held] for x in rows))
         q, k, v, o = (x[~held].double() for x in (q, k, v, o))
         heads = k.shape[1]
         self.count += len(k)
         self.query_count += len(k) * (q.shape[1] // heads)
         self._add("k", k.sum(0))
-        for name, rows in (("ktk", k), ("vtv", v), ("qtq", q), ("oto", o)):
+        squares = [("ktk", k), ("vtv", v), ("qtq", q), ("oto", o)]
+        if self.rope is not None:
+            q, k = (self.rope.turn(x, positions[~held], back=True) for x in (q, k))
+            self._add("before_k", k.sum(0))
+            squares += [("before_ktk", k), ("before_qtq", q)]
+        for name, rows in squares:
             grouped = rows.unflatten(1, (heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
             self._add(name, grouped.mT @ grouped)
 
@@ -101,12 +141,18 @@ class LayerStats:
         """Divide the sums by their counts."""
         if self.count == 0 or not self.held.rows:
             raise ValueError("no rows were seen")
-        n = {"k": self.count, "ktk": self.count, "vtv": self.count}
-        mean = {name: s.cpu() / n.get(name, self.query_count) for name, s in self.sums.items()}
+        queries = ("qtq", "oto", "before_qtq")
+        mean = {
+            name: s.cpu() / (self.query_count if name in queries else self.count)
+            for name, s in self.sums.items()
+        }
+        before = None
+        if self.rope is not None:
+            three = (mean.pop(f"before_{name}") for name in ("k", "ktk", "qtq"))
+            before = BeforeRope(self.rope, *three, self.held.rows[2].long())
         k_mean = mean.pop("k")
-        return Moments(
-            self.count, k_mean, **mean, held_k=self.held.rows[0], held_v=self.held.rows[1]
-        )
+        held_k, held_v = self.held.rows[:2]
+        return Moments(self.count, k_mean, **mean, held_k=held_k, held_v=held_v, before=before)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         old = self.sums.get(name)

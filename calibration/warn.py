@@ -17,6 +17,10 @@ MEAN_DOMINANT = 0.25
 HEADS_ALIKE = 0.5
 OUTLIER_SHARE = 0.75
 OUTLIER_SHARE_BIASED = 0.35  # seen in healthy models without biases, so only told with them
+# Root mean square error of a logit, nats: 0.1 .. 0.75 in models whose KL is below 0.02; 2 in one
+# whose KL (1.0) nears that of other positions (1.6).
+LOGIT_WEAK, LOGIT_UNFIT = 1.0, 1.5
+UNFIT = "not fit for 2 bits with this codec"
 
 
 def calibration_warnings(
@@ -25,10 +29,12 @@ def calibration_warnings(
     """One line a finding. ``biased``: the model has biases in its Q or K projections."""
     return [
         *_about_tokens(source, asked),
+        *_about_logits(fits),
         *_about_values(fits),
         *_about_means(moments),
         *_about_heads(moments),
         *_about_outliers(moments, biased),
+        *_about_rope(moments, fits),
     ]
 
 
@@ -44,6 +50,19 @@ def _about_tokens(source: Tokens, asked: int) -> list[str]:
     elif source.count < ENOUGH_TOKENS:
         found.append(f"only {source.count} tokens: at least {ENOUGH_TOKENS} are recommended")
     return found
+
+
+def _about_logits(fits: Sequence[LayerFit]) -> list[str]:
+    """Errors as attention feels them: K's own energy, which a bias may hold, says nothing."""
+    worst = [max(fit.report.get("logit_error", [0.0])) for fit in fits]
+    weak = [i for i, error in enumerate(worst) if error >= LOGIT_WEAK]
+    if not weak:
+        return []
+    most = max(worst)
+    about = f"logits are off by up to {most:.2g} nats, 1 or more in {_layers(weak)} of {len(fits)}"
+    if most >= LOGIT_UNFIT:
+        return [f"this model is {UNFIT}: {about}; try another codec, more bits, or do without int2"]
+    return [f"{about}: check with oscar-sglang eval before you serve this model in 2 bits"]
 
 
 def _about_values(fits: Sequence[LayerFit]) -> list[str]:
@@ -89,10 +108,11 @@ def _about_heads(moments: Sequence[Moments]) -> list[str]:
 
 
 def _about_outliers(moments: Sequence[Moments], biased: bool) -> list[str]:
-    """Channels of K whose mean alone is a large part of the head's energy."""
+    """Channels of K whose mean alone is a large part of the head's energy; before RoPE, if that is
+    known: after it the mean of a channel that turns fast is gone, and its energy is not."""
     share = OUTLIER_SHARE_BIASED if biased else OUTLIER_SHARE
     layers = []
-    for i, m in enumerate(moments):
+    for i, m in enumerate(m.before or m for m in moments):
         total = m.ktk.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).clamp_min(1e-30)
         if bool((m.k_mean.square() / total > share).any()):
             layers.append(i)
@@ -102,6 +122,17 @@ def _about_outliers(moments: Sequence[Moments], biased: bool) -> list[str]:
     return [
         f"single K channels hold over {share:.0%} of a head's energy in "
         f"{len(layers)} layers ({_layers(layers)}; {cause}): check with oscar-sglang eval"
+    ]
+
+
+def _about_rope(moments: Sequence[Moments], fits: Sequence[LayerFit]) -> list[str]:
+    """Only a codec that follows the turn suffers where it is not known."""
+    before, spec = moments[0].before, fits[0].spec
+    if before is None or before.doubt is None or spec is None or spec.rope is None:
+        return []
+    return [
+        f"{before.doubt}: K is coded about a mean that does not turn with the position, and error "
+        "grows with the context; calibrate on sequences as long as those that are served"
     ]
 
 

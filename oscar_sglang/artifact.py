@@ -25,7 +25,8 @@ from .artifact_header import FORMAT_VERSION, METADATA_KEY, ArtifactError, Header
 from .calibration.hadamard import hadamard
 from .fingerprint import Fingerprint, FingerprintError
 from .kernels import codec_omni
-from .kernels.codec import CODECS, CodecSpec, LayerParams, spec_of
+from .kernels.codec import CODECS, CodecSpec, LayerCodec, LayerParams, layer_specs, spec_of
+from .kernels.codec_position import Rope
 
 __all__ = [
     "FORMAT_VERSION",
@@ -50,7 +51,7 @@ class Artifact:
 
     layers      one LayerParams per attention layer, float32 CPU, all KV heads of the model
     options     what the codec was fitted with, e.g. {"damping": 0.05}, or how it runs (``omni``:
-                ``codec_omni.OPTIONS``); JSON values
+                ``codec_omni.OPTIONS``; ``position``: ``codec.layer_specs``); JSON values
     provenance  tool, data, date, seconds, warnings, per-layer report; JSON values, never used
                 in computation
     """
@@ -64,6 +65,16 @@ class Artifact:
     @property
     def spec(self) -> CodecSpec:
         return spec_of(self.codec, self.options)
+
+    @property
+    def specs(self) -> list[CodecSpec]:
+        """The codec as each layer has it."""
+        return layer_specs(self.spec, self.fingerprint.layers, self.options)
+
+    @property
+    def codecs(self) -> list[LayerCodec]:
+        """Of each layer, what ``calibration.served`` fits."""
+        return [LayerCodec(*pair) for pair in zip(self.specs, self.layers, strict=True)]
 
     @property
     def id(self) -> str:
@@ -127,6 +138,7 @@ def validate(artifact: Artifact, where: Path | str) -> None:
                 f"{where}: option {name} of codec {artifact.codec} is {found!r}, expected "
                 f"{' or '.join(values)}"
             )
+    _check_specs(where, artifact)
     _check_layers(where, artifact.codec, artifact.fingerprint, artifact.layers)
 
 
@@ -177,6 +189,8 @@ def data_free(
     (``options``: ``codec_omni.OPTIONS``); of others only for benchmarks with dummy weights."""
     d, heads = fingerprint.head_dim, fingerprint.kv_heads
     options = _options_of(codec, options or {})
+    if CODECS[codec].meta == "position":
+        options = {"rope": dataclasses.asdict(Rope.still(d)), "bits": _spread(fingerprint.layers)}
     h = torch.eye(d) if options.get("rotation") == "none" else hadamard(d).float()
     neutral = {
         "r_k": h,
@@ -184,16 +198,31 @@ def data_free(
         "factor": torch.zeros(d, d),
         "metric": torch.eye(d),
         "grid": torch.tensor([[-8.0, -8.0, 16 / 255]] * 2),  # steps 2^-8 .. 2^8, lo in -8 .. 8
+        "q_k": h,
+        "mean": torch.zeros(d),
     }
     provenance = {"data": "none: the codec has no statistics", "warnings": []}
     if CODECS[codec].needs_data:
         report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
         provenance = {"data": report, "warnings": [report]}
     layers = [
-        LayerParams(**{n: neutral[n].repeat(heads, 1, 1) for n in CODECS[codec].tensors(d)})
+        LayerParams(
+            **{
+                n: neutral[n].expand(heads, *shape).clone()
+                for n, shape in CODECS[codec].tensors(d).items()
+            }
+        )
         for _ in range(fingerprint.layers)
     ]
     return Artifact(fingerprint, codec, options, layers, provenance)
+
+
+def _spread(layers: int) -> list[list[int]]:
+    """Widths of a calibration's default number, evenly over the layers' K and V in turn."""
+    bits = [[2, 2] for _ in range(layers)]
+    for i in range(count := layers // 6):
+        bits[(2 * i + 1) * layers // (2 * count)][i % 2] = 4
+    return bits
 
 
 def _artifact(header: Header, layers: list[LayerParams]) -> Artifact:
@@ -231,6 +260,24 @@ def _check_layers(
                 raise ArtifactError(f"{where} {state} codec {codec!r}")
             if tensor is not None:
                 _check_tensor(where, name, tensor, (fingerprint.kv_heads, *shapes[name]))
+        turns = (("r_k", params.r_k, params.queries), ("r_v", params.r_v, params.r_v))
+        for name, keys, queries in turns:
+            _check_inverse(f"{path}: layers.{i}.{name}", keys, queries)
+
+
+def _check_specs(where: Path | str, artifact: Artifact) -> None:
+    """Refuse options that describe no codec for this model's layers."""
+    d = artifact.fingerprint.head_dim
+    try:
+        specs = artifact.specs
+        if any(s.rope is not None and len(s.rope.pairs) != d for s in specs):
+            raise ValueError(f"RoPE of another head_dim than {d}")
+        for spec in specs:
+            spec.layout(artifact.fingerprint.kv_heads, d)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(
+            f"{where}: options of codec {artifact.codec} describe none ({error!r}); calibrate again"
+        ) from None
 
 
 def _check_tensor(where: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -252,12 +299,22 @@ def _check_tensor(where: str, name: str, tensor: torch.Tensor, shape: tuple[int,
         if bool((step_log2.abs() > _LARGEST_LOG2).any()) or bool((lo_step <= 0).any()):
             raise ArtifactError(f"{where} is no grid of metadata bytes; calibrate again")
         return
-    r = tensor.double()
-    gap = float((r.mT @ r - torch.eye(shape[-1], dtype=r.dtype)).abs().max())
-    if gap > ORTHOGONALITY:
+
+
+def _check_inverse(where: str, keys: torch.Tensor, queries: torch.Tensor) -> None:
+    """Logits stay what they are: keys and queries are turned by inverse transposes."""
+    r, d = keys.double(), keys.shape[-1]
+    gap = float((r.mT @ queries.double() - torch.eye(d, dtype=r.dtype)).abs().max())
+    if gap <= ORTHOGONALITY:
+        return
+    if keys is queries:
         raise ArtifactError(
             f"{where} is not orthogonal: |R^T R - I| is {gap:.1e}, expected <= {ORTHOGONALITY:.0e}"
         )
+    raise ArtifactError(
+        f"{where} and q_k are not inverse transposes: |r_k^T q_k - I| is {gap:.1e}, expected <= "
+        f"{ORTHOGONALITY:.0e}"
+    )
 
 
 def _check_metric(where: str, metric: torch.Tensor) -> None:

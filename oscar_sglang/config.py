@@ -20,7 +20,8 @@ KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
 CODEC_NAMES = (
-    "feedback", "accurate", "compact", "accurate-compact", "aligned", "oscar", "lloyd", "omni",
+    "feedback", "accurate", "compact", "accurate-compact", "position", "aligned", "oscar",
+    "lloyd", "omni",
 )  # fmt: skip
 _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
@@ -63,9 +64,12 @@ class OscarConfig:
     debug_tags         check reads against what was written (``debug_tags.py``, ``gpu_tags.py``)
     debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
     on_weight_update   after new weights in the running server "recalibrate", "keep" the calibration
-                       of the old ones, or "refuse" the update (``weight_updates.py``)
+                       of the old ones, or "refuse" the update (``weight_updates.py``); default:
+                       recalibrate, but keep with codec ``position``
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
                        paper's ablation (default: the artifact's, else with both)
+    bits               per element of history that codec ``position`` may take (default: what its
+                       calibration chooses by itself)
     """
 
     codec: str | None = None
@@ -78,9 +82,10 @@ class OscarConfig:
     prefill_attention: str | None = None
     debug_tags: bool = False
     debug_tags_every: int | None = None
-    on_weight_update: str = "recalibrate"
+    on_weight_update: str | None = None
     omni_norm: str | None = None
     omni_rotation: str | None = None
+    bits: float | None = None
 
     def __post_init__(self) -> None:
         if self.codec not in (None, *CODEC_NAMES):
@@ -116,6 +121,19 @@ class OscarConfig:
                     "--oscar-codec omni"
                 )
 
+        if self.bits is None:
+            return
+        if isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+            raise OscarError(
+                f"{flag('bits')} is bits per element, e.g. 2.3, got {self.bits!r}; drop it for the "
+                "default"
+            )
+        if self.codec not in (None, "position"):
+            raise OscarError(
+                f"{flag('bits')} belongs to codec position, not to {self.codec}; drop it or give "
+                "--oscar-codec position"
+            )
+
     @property
     def omni_options(self) -> dict[str, str]:
         """Options of ``codec_omni.OPTIONS`` that were given."""
@@ -145,6 +163,16 @@ class OscarConfig:
     def with_artifact(self, path: Path, codec: str) -> OscarConfig:
         return replace(self, artifact=str(path), codec=codec)
 
+    def with_weight_update(self, codec: str) -> OscarConfig:
+        """With the default of ``codec``. Raises OscarError for what it cannot do."""
+        if codec == "position" and self.on_weight_update == "recalibrate":
+            raise OscarError(
+                f"{flag('on_weight_update')} recalibrate is not built for codec position, whose "
+                "bits would move between layers in a running cache; give keep or refuse"
+            )
+        default = "keep" if codec == "position" else "recalibrate"
+        return replace(self, on_weight_update=self.on_weight_update or default)
+
     def with_prefix_window(self, hybrid: bool) -> OscarConfig:
         """With the default of the model's kind, if none was asked for."""
         default = "reuse" if hybrid else "recompute"
@@ -163,6 +191,8 @@ def config_of_dtype(dtype: str | None) -> OscarConfig | None:
             options[key] = int(value)
         elif key == "debug_tags" and value in ("True", "False"):
             options[key] = value == "True"
+        elif key == "bits":
+            options[key] = float(value)
     return OscarConfig.from_options({PREFIX + key: value for key, value in options.items()})
 
 
@@ -245,7 +275,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag("on_weight_update"),
         choices=ON_WEIGHT_UPDATE,
         help="after /update_weights_from_* measure a new calibration in the running server, keep "
-        f"that of the old weights, or refuse the update (default {d.on_weight_update})",
+        "that of the old weights, or refuse the update (default recalibrate; keep with codec "
+        "position)",
+    )
+    add(
+        flag("bits"),
+        type=float,
+        metavar="B",
+        help="bits per element of codec position: what is over 2 bits and metadata gives some "
+        "layers' K or V 4 bits (default 1/6 over; 2.29 at head_dim 128)",
     )
     for name, what in (("omni_norm", "token norm"), ("omni_rotation", "rotation")):
         add(

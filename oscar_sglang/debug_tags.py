@@ -213,7 +213,7 @@ class DebugTags:
         chains = self.row_chain[row, : len(slots)]
         _compare(self.cache, row, None, address[hit], positions[hit], chains[hit])
         dtype = self.seg.windows.sink_k[0].dtype
-        decoded = (x.to(dtype) for x in read_history(self.seg, 0, slots))
+        decoded = (x.to(dtype) for x in read_history(self.seg, 0, slots, positions))
         sums = torch.where(hit, self.cache.bytes[address], checksum(*decoded))
         self.sink.put((row, positions), chains, positions, sums)
 

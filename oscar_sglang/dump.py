@@ -50,13 +50,13 @@ def dump_request(
     position = torch.arange(length)
     segment = (position >= windows.n_sink).int() + (position >= max(end, windows.n_sink)).int()
     slots = req_to_token[row, :length].long()
-    shape = (2, length, seg.history.layout.kv_heads, seg.history.layout.head_dim)
+    shape = (2, length, *seg.windows.sink_k[0].shape[2:])
     rows = torch.empty(shape, device=device)
     keys, values = [], []
     for layer in layers:
         materialise(seg, layer, row, slots, 0, end, *rows)
         params = seg.params[layer]
-        keys.append(rotate(rows[0], params.r_k.mT).cpu().numpy())
+        keys.append(rotate(rows[0], params.k_back).cpu().numpy())
         values.append(rotate(rows[1], params.r_v.mT).cpu().numpy())
     np.savez(
         path,

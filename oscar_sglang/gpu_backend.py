@@ -95,12 +95,14 @@ class OscarGpuBackend(AttentionBackend):
         )
 
     def check_kernels(self) -> None:
-        """Compare CUDA kernels with the reference before serving, where no test has done so."""
+        """Compare CUDA kernels with the reference before serving, where no test has done so: of
+        each kind of layer one."""
         from .selftest import check_served, proven
 
         attention = self.decode_attention
         if attention.cuda and not proven(attention.device):
-            check_served(attention, self.pool.segments.spec, self.views[0].params)
+            for view in {v.spec: v for v in self.views}.values():
+                check_served(attention, view.spec, view.params)
 
     def _log_kernels(self, prefill: str) -> None:
         logger.info("oscar: prefill attention by %s", prefill)
@@ -288,7 +290,7 @@ class OscarGpuBackend(AttentionBackend):
 
     def _add_prefix(self, view, q, fresh, fresh_lse, out, shape) -> None:
         """Merge attention over the cached prefix and that over the fresh tokens into ``out``."""
-        tiles, q_rot = self.extend.tiles, rotate_queries(q, view.params.r_k)
+        tiles, q_rot = self.extend.tiles, rotate_queries(q, view.q_matrix)
         if len(tiles) == 1:  # it covers every query
             part, lse = self._attend_tile(view, tiles[0], q_rot, shape)
         else:

@@ -15,6 +15,7 @@ from .gpu_tags import GpuTags
 from .kernels.materialise import materialise
 from .kernels.reference import Partial, attend, merge, rotate
 from .kernels.reference import materialise as reference_rows
+from .kernels.views import prepare_queries
 from .prefix_tiles import Tile
 
 REQUESTS = 4  # compared in a step; the next step takes the next ones
@@ -43,7 +44,7 @@ class Probe:
     def _rows(self, row: int, first: int, n: int, boundary: int) -> tuple[torch.Tensor, ...]:
         """K and V [n, Hk, D] of positions first, first + 1, ..., as the reference reads them."""
         slots = self.tags.table[row, first : first + n].long()
-        layout = self.seg.history.layout
+        layout = self.seg.history.layouts[0]
         shape = (2, n, layout.kv_heads, layout.head_dim)
         out = torch.empty(shape, dtype=torch.float32, device=self.tags.device)
         reference_rows(self.seg, 0, row, slots, first, boundary, *out)
@@ -59,7 +60,8 @@ class Probe:
         step = attention.step(len(rows))
         step.plan(rows, lengths, self.seg.windows.recent_start)
         shape = (len(rows), attention.heads, attention.head_dim)
-        q_rot = torch.randn(shape, generator=self.generator, device=self.tags.device)
+        q = torch.randn(shape, generator=self.generator, device=self.tags.device)
+        q_rot = prepare_queries(view, q)
         # Logits of about 1, so that every token counts.
         keys, _ = self._rows(chosen[0][1], 0, min(chosen[0][2], 16), self.tags.n_sink)
         scale = 1 / max(float(keys.norm(dim=-1).mean()), 1e-6)
@@ -70,7 +72,9 @@ class Probe:
             found = Partial.empty(1, attention.heads, attention.head_dim, self.tags.device)
             for first in range(0, length, CHUNK):
                 keys, values = self._rows(row, first, min(CHUNK, length - first), boundary[i])
-                found = merge(found, attend(q_rot[i : i + 1], keys, values, scale))
+                found = merge(
+                    found, attend(q_rot[i : i + 1, :, : q.shape[-1]], keys, values, scale)
+                )
             want = rotate(found.out, view.params.r_v.mT)[0]
             error = (out[i].float() - want).norm() / want.norm()
             if bool(want.isfinite().all()) and not float(error) <= ATTENTION_ERROR:

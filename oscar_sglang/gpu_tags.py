@@ -135,7 +135,7 @@ class GpuTags:
         """Checksums [n] of what now lies at ``address`` [n]."""
         seg, exact = self.seg, {"sink row": "sink", "ring row": "recent"}.get(places.name)
         if places is self.slots:
-            size = seg.history.layout.bytes_per_slot
+            size = seg.history.layouts[0].bytes_per_slot
         else:
             rows = (
                 (seg.sinks.k[0], seg.sinks.v[0])

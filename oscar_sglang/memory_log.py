@@ -34,7 +34,7 @@ def block(
     ratio = plan.bf16_bytes_per_token / plan.bytes_per_token
     yield (
         f"{plan.bytes_per_token} B/token against {plan.bf16_bytes_per_token} B in BF16 "
-        f"({ratio:.2f}x), {plan.history.bits_per_element:.2f} bits, with the exact windows "
+        f"({ratio:.2f}x), {plan.bits_per_element:.2f} bits, with the exact windows "
         + ", ".join(f"{plan.effective_bits(n):.2f} at {n}" for n in (8192, 131072))
         + " tokens"
     )

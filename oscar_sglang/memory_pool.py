@@ -29,11 +29,13 @@ class PoolSetup:
     """Everything the pool needs beyond SGLang's own arguments."""
 
     plan: MemoryPlan
-    spec: CodecSpec
+    spec: CodecSpec  # what all layers share
+    specs: list[CodecSpec]
     params: list[LayerParams]
     artifact_id: str
     fingerprint: Fingerprint  # of the model that the artifact was calibrated on
     layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
+    context: int  # tokens that a request's row of ``req_to_token`` holds
     data_free: bool = False  # the artifact's parameters are of no data
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
@@ -112,22 +114,23 @@ class OscarKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
-        layout = setup.spec.layout(self.head_num, self.head_dim)
+        layouts = [spec.layout(self.head_num, self.head_dim) for spec in setup.specs]
         counts = (self.layer_num, plan.layers, len(setup.layer_ids), len(setup.params))
-        if len(set(counts)) > 1:
+        if len({*counts, len(layouts)}) > 1:
             raise OscarError(
                 "layers of SGLang's pool, of the memory plan, of the model's attention and of the "
                 f"artifact differ: {', '.join(map(str, counts))}; drop --kv-cache-dtype int2 (and "
                 "please report it)"
             )
-        assert layout == plan.history
+        assert layouts == plan.layouts
+        layout = plan.history  # windows are the same in every layer
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
         self._kv_buffer_descs = []
         device, layers, dtype = self.device, self.layer_num, self.dtype
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            history = HistoryStore(layout, layers, self.size + self.page_size, device)
+            history = HistoryStore(layouts, layers, self.size + self.page_size, device)
             windows = WindowStore(plan.windows, layout, layers, plan.rows, dtype, device)
             sinks = SinkCache(layout, layers, plan.sink_cache_rows, dtype, device)
             shape = (2, plan.scratch_tokens, self.head_num, self.head_dim)
@@ -145,7 +148,15 @@ class OscarKVPool(MHATokenToKVPool):
         )
         sinks.tag = sinks.tag.clone()
         params = [p.to(device) for p in setup.params]
-        self.segments = Segments(setup.spec, params, history, windows, sinks)
+        self.segments = Segments(
+            spec=setup.spec,
+            specs=setup.specs,
+            params=params,
+            history=history,
+            windows=windows,
+            sinks=sinks,
+            context=setup.context,
+        )
         # Sink-cache hits, misses, requests on a prefix: counted by kernels on a GPU.
         self.device_counters = torch.zeros(3, dtype=torch.int64, device=device)
 
@@ -177,9 +188,15 @@ class OscarKVPool(MHATokenToKVPool):
             "windows": s.windows.num_bytes,
             "sink_cache": s.sinks.num_bytes,
             "scratch": nbytes(self.scratch),
-            "codec": sum(nbytes(*(t for t in p if t is not None)) for p in s.params),
+            "codec": sum(nbytes(*(t for t in p if t is not None)) for p in s.params)
+            + self._derived_bytes(),
             "workspace": self._workspace_bytes(),
         }
+
+    def _derived_bytes(self) -> int:
+        """What the kernels keep besides the artifact's tensors."""
+        means = None if self.decode_attention is None else self.segments.means
+        return 0 if means is None else nbytes(*means)
 
     def _workspace_bytes(self) -> int:
         if self.decode_attention is None:
@@ -244,7 +261,7 @@ class OscarKVPool(MHATokenToKVPool):
             "tokens_capacity": self.size,
             "bytes_per_token": plan.bytes_per_token,
             "bf16_bytes_per_token": plan.bf16_bytes_per_token,
-            "bits_per_element": plan.history.bits_per_element,
+            "bits_per_element": plan.bits_per_element,
             "effective_bits": {n: plan.effective_bits(n) for n in (2048, 8192, 32768, 131072)},
             "break_even_tokens": plan.break_even(),
             "sink_tokens": plan.windows.n_sink,

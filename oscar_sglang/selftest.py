@@ -21,7 +21,7 @@ from .kernels.layout import WindowLayout
 from .kernels.plan import claim_sinks
 from .kernels.store import store
 from .kernels.stores import HistoryStore, SinkCache, WindowStore
-from .kernels.views import TokenBatch, layer_view
+from .kernels.views import TokenBatch, layer_view, query_buffer
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class _Pool:
             HistoryStore(layout, 1, slots, device),
             WindowStore(shape.windows, layout, 1, rows, shape.dtype, device),
             SinkCache(layout, 1, slots, shape.dtype, device),
+            context=table.shape[1],
         )
 
     def batch(self, starts: list[int], ends: list[int]) -> reference.Batch:
@@ -161,7 +162,7 @@ def compare(
         windows=shape.windows, page_size=shape.page, max_batch=requests, device=ours.device,
         triton_only=triton_only, block=spec.block,
     )  # fmt: skip
-    q_rot = torch.empty(mine[0].shape, device=ours.device)
+    q_rot = query_buffer(view, requests, heads)
     tokens = ours.tokens(batch)
     stored = cuda_store.supported(view, tokens, *mine, q_rot) or not cuda_store.has_codec(spec)
     if not triton_only and not (attention.cuda and stored):  # both would run the Triton kernels

@@ -8,11 +8,14 @@ what they gathered is put side by side.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
+import inspect
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,21 @@ import torch
 from .bare_runner import bare_runner, resolved_arguments
 from .calibration.collect import Accumulator, Progress
 from .calibration.errors import CalibrationError
-from .calibration.stats import Moments, join_heads
+from .calibration.rope import PROBE_TOKENS, checked, turning
+from .calibration.stats import BeforeRope, Moments, join_heads
+from .calibration.widths import Prober, Scores, probe_ids, projection
 from .fingerprint import attention_layers, read_config, text_config
+from .kernels.codec import LayerCodec
+from .kernels.codec_position import Rope
 from .launch_server import enter_cpu_mode
+
+
+class KeysOfOneToken:
+    """Stands for an accumulator during the forward that shows how keys turn."""
+
+    def add(self, layer: int, q, k, v, o) -> None:
+        if layer == 0:
+            self.keys = k.float()
 
 
 class StatisticsBackend:
@@ -57,9 +72,11 @@ def collect_in_sglang(
     device: str = "cpu",
     progress: Progress | None = None,
     tp: int = 1,
+    fit: Callable[[list[Moments]], Sequence[LayerCodec]] | None = None,
     **flags: Any,
-) -> tuple[list[Moments], list[str]]:
-    """``collect`` inside SGLang: moments per layer, and the names of the model's parameters.
+) -> tuple[list[Moments], list[str], Scores | None]:
+    """``collect`` inside SGLang: moments per layer, the names of the model's parameters, and with
+    ``fit`` the scores of its codecs' slots (``widths``; None if they cannot be had).
 
     ``tp`` ranks share the model, each a process with a device of its own (on a CPU, a share of the
     cores); KV heads must be a multiple. ``flags`` are SGLang's server arguments in Python spelling,
@@ -67,43 +84,62 @@ def collect_in_sglang(
     """
     sequences = list(sequences)
     if tp == 1:
-        return _collect(0, Path(model_dir), sequences, n_sink, device, progress, flags)
+        return _collect(0, Path(model_dir), sequences, n_sink, device, progress, fit, flags)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         flags = {"tp_size": tp, "nccl_port": s.getsockname()[1]} | flags
     with tempfile.TemporaryDirectory() as folder:
-        work = (Path(model_dir), sequences, n_sink, device, flags, Path(folder))
+        work = (Path(model_dir), sequences, n_sink, device, fit, flags, Path(folder))
         torch.multiprocessing.start_processes(_rank, work, nprocs=tp, start_method="spawn")
         ranks = [torch.load(Path(folder) / f"{i}.pt", weights_only=True) for i in range(tp)]
-    layers = zip(*(moments for moments, _ in ranks), strict=True)
-    joined = [join_heads([Moments(**fields) for fields in layer]) for layer in layers]
+    layers = zip(*(moments for moments, *_ in ranks), strict=True)
+    joined = [join_heads([_unpacked(fields) for fields in layer]) for layer in layers]
     if progress:
         tokens = sum(map(len, sequences))
         progress("running SGLang", tokens, tokens)
-    return joined, ranks[0][1]
+    return joined, *ranks[0][1:]
 
 
-def _rank(rank: int, model_dir, sequences, n_sink, device, flags, folder: Path) -> None:
+def _rank(rank: int, model_dir, sequences, n_sink, device, fit, flags, folder: Path) -> None:
     if device == "cpu":  # SGLang wants to know each rank's cores
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // flags["tp_size"])
         groups = [cores[i * share : (i + 1) * share] or cores for i in range(flags["tp_size"])]
         binding = "|".join(f"{g[0]}-{g[-1]}" for g in groups)
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
-    moments, names = _collect(rank, model_dir, sequences, n_sink, device, None, flags)
-    torch.save(([vars(m) for m in moments], names), folder / f"{rank}.pt")
+    found = _collect(rank, model_dir, sequences, n_sink, device, None, fit, flags)
+    torch.save(([_packed(m) for m in found[0]], *found[1:]), folder / f"{rank}.pt")
+
+
+def _packed(moments: Moments) -> dict[str, Any]:
+    """Nothing but tensors and numbers."""
+    before = vars(moments.before)
+    return vars(moments) | {"before": before | {"rope": dataclasses.asdict(before["rope"])}}
+
+
+def _unpacked(fields: dict[str, Any]) -> Moments:
+    before = fields["before"]
+    return Moments(**fields | {"before": BeforeRope(**before | {"rope": Rope(**before["rope"])})})
 
 
 @torch.no_grad()
-def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
-    """Moments of this rank's heads."""
+def _collect(rank, model_dir, sequences, n_sink, device, progress, fit, flags):
+    """Moments of this rank's heads, all ranks' scores."""
     tokens = sum(map(len, sequences))
     runner = _load(model_dir, device, rank, max(map(len, sequences)), flags)
-    accumulator = Accumulator(n_sink)
     text = text_config(read_config(model_dir))
     layer_ids = attention_layers(text, runner.model_config.num_hidden_layers)
-    runner.attn_backend = StatisticsBackend(runner.attn_backend, accumulator, layer_ids)
+    keys = KeysOfOneToken()
+    inner = runner.attn_backend
+    runner.attn_backend = StatisticsBackend(inner, keys, layer_ids)
     try:
+        ids = sequences[0][:1].repeat(min(PROBE_TOKENS, max(map(len, sequences))))
+        runner.forward(prefill_batch(runner, ids.to(runner.device)))
+        turns = turning(text, runner.model_config.head_dim, layer_ids)
+        if layer_ids[0] == 0:
+            turns = checked(turns, keys.keys)
+        accumulator = Accumulator(n_sink, turning=turns)
+        runner.attn_backend = StatisticsBackend(inner, accumulator, layer_ids)
         done = 0
         for ids in sequences:
             runner.forward(prefill_batch(runner, ids.to(runner.device)))
@@ -112,10 +148,52 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, flags):
             if progress:
                 progress("running SGLang", done, tokens)
         names = [name for name, _ in runner.model.named_parameters()]
-        return accumulator.finish(len(layer_ids)), names
+        moments, scores, ids = accumulator.finish(len(layer_ids)), None, None
+        if fit is not None:
+            ids = probe_ids(sequences, n_sink)
+        if ids is not None:
+            prober = _prober(runner.model, layer_ids, fit(moments), n_sink)
+            if prober is not None:
+                runner.attn_backend = StatisticsBackend(inner, prober, layer_ids)
+                runner.forward(prefill_batch(runner, ids.to(runner.device)))
+                scores = prober.scores()
+        return moments, names, scores
     finally:
         del runner
         gc.collect()
+
+
+def _prober(
+    model: torch.nn.Module, layer_ids: list[int], codecs: Sequence[LayerCodec], n_sink: int
+) -> Prober | None:
+    """With hooks on the decoder layers, which it needs; None if they or their output projections
+    are not found. A projection of several ranks adds up what each sees of its heads."""
+    blocks = getattr(getattr(model, "model", model), "layers", None)
+    found = {
+        child.layer_id: (projection(module), child.scaling)
+        for module in model.modules()
+        for child in module.children()
+        if hasattr(child, "layer_id") and hasattr(child, "scaling") and projection(module)
+    }
+    if blocks is None or not set(layer_ids) <= set(found):
+        return None
+
+    def projected(linear, x: torch.Tensor) -> torch.Tensor:
+        out = linear(x)
+        return out[0] if isinstance(out, tuple) else out
+
+    project = [functools.partial(projected, found[i][0]) for i in layer_ids]
+    prober = Prober(codecs, project, [found[i][1] for i in layer_ids], n_sink)
+
+    def before(index: int, module, args, kwargs) -> None:
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        hidden, residual = given["hidden_states"], given.get("residual")
+        prober.residual[index] = hidden if residual is None else hidden + residual
+
+    for index, layer_id in enumerate(layer_ids):
+        hook = functools.partial(before, index)
+        blocks[layer_id].register_forward_pre_hook(hook, with_kwargs=True)
+    return prober
 
 
 def _load(model_dir: Path, device: str, rank: int, longest: int, flags: dict[str, Any]):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from .artifact_header import read_header
 from .config import OscarConfig, portable_kernels
 from .hybrid import attention_layer_ids
 from .kernels.codec import CODECS
+from .kernels.codec_position import table_bytes
 from .kernels.layout import MemoryPlan, WindowLayout
+from .kernels.means import floats_per_head
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +28,7 @@ _SINK_CACHE_SHARE = 1 / 100
 # On a GPU the prefix of a turn is best materialised in one piece: 128k tokens are 0.5 GB at 8 heads
 # of 128. Time to first token on a 100k prefix, H200: 4 pieces 149 ms; 1 piece 124 ms, in a run that
 # shared the GPU with another process.
+ROW_SLACK = 16  # SGLang's request rows are a few tokens longer than the context
 _SCRATCH_TOKENS = {"cpu": 4096, "cuda": 131072}
 
 
@@ -62,8 +67,10 @@ def make_plan(
     device: str,
     context_length: int,
     max_total_tokens: int | None = None,
+    widths: tuple[tuple[int, int], ...] = (),
 ) -> MemoryPlan:
-    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache.
+    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``widths``:
+    bits of each layer's K and V, if the artifact says so.
 
     ``max_running_requests`` None: chosen (``default_requests``).
     """
@@ -81,6 +88,10 @@ def make_plan(
             row / 2**20,
         )
     on_cpu = device == "cpu"
+    floats, tables = sum(math.prod(shape) for shape in spec.tensors(head_dim).values()), 0
+    if spec.meta == "position" and not on_cpu:  # what the kernels derive from these
+        floats += floats_per_head(head_dim)
+        tables = table_bytes(head_dim, context_length + ROW_SLACK)
     sink_rows = config.sink_cache_tokens or default_sink_rows(
         config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
     )
@@ -94,7 +105,9 @@ def make_plan(
         or min(_SCRATCH_TOKENS["cpu" if on_cpu else "cuda"], context_length),
         itemsize=itemsize,
         scratch_itemsize=4 if on_cpu else itemsize,
-        codec_floats=sum(math.prod(shape) for shape in spec.tensors(head_dim).values()),
+        codec_floats=floats,
+        table_bytes=tables,
+        widths=widths,
     )
 
 
@@ -121,6 +134,7 @@ def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
         device=kvc.device,
         context_length=kvc.model_config.context_len,
         max_total_tokens=get_schedule().max_total_tokens,
+        widths=read_header(Path(config.artifact)).widths,
     )
     return with_workspace(kvc, plan, decode_attention(kvc, plan) if kvc.device != "cpu" else None)
 

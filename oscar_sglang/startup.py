@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .artifact_header import ArtifactError, read_header
+from .calibration.warn import UNFIT
 from .config import (
     ATTENTION_BACKEND,
     DEFAULT_CODEC,
@@ -51,6 +52,8 @@ def _codec_of(config: OscarConfig) -> str:
     if config.codec is not None:
         return config.codec
     if config.artifact == "auto":
+        if config.bits is not None:
+            return "position"
         return "omni" if config.omni_options else DEFAULT_CODEC
     try:
         return read_header(Path(config.artifact).expanduser()).codec
@@ -73,7 +76,7 @@ def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarC
     refuse_model(model, view.tp_size)
     library = choose_library(config.prefill_attention, torch.device(view.device))
     config = replace(config, prefill_attention=library)
-    config = config.with_prefix_window(is_hybrid(model))
+    config = config.with_prefix_window(is_hybrid(model)).with_weight_update(_codec_of(config))
     return config.with_artifact(*_find_artifact(view, model, config))
 
 
@@ -95,6 +98,13 @@ def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, st
                 found = art.load(path)
                 art.check(found, art.Fingerprint.of(folder), config.codec)
                 _check_omni(path, found, config)
+                if config.bits is not None:
+                    raise OscarError(
+                        f"{path}: which layers have 4 bits was chosen when it was calibrated; drop "
+                        "--oscar-bits, or calibrate with: oscar-sglang calibrate --codec position "
+                        f"--bits {config.bits} --model DIR --out FILE"
+                    )
+                _warn(found, model.context_len)
                 return path, found.codec
             if view.load_format == "dummy":
                 logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
@@ -103,14 +113,37 @@ def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, st
             from .calibration import CalibrationError, ensure_artifact
 
             try:
-                made, path, created = ensure_artifact(folder, codec, config.omni_options)
+                made, path, created = ensure_artifact(
+                    folder, codec, config.omni_options, bits=config.bits
+                )
             except CalibrationError as error:
                 raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
         log_event(logger, "artifact", how=how, file=path or "none", id=made.id, codec=codec)
+        _warn(made, model.context_len)
         return path or save_temporary(made), codec
     except (art.ArtifactError, art.FingerprintError) as error:
         raise OscarError(str(error)) from error
+
+
+def _warn(artifact: Any, served: int) -> None:
+    """Say so when the model is not fit for the codec, or when requests may be longer than what it
+    was fitted for."""
+    found = artifact.provenance.get("warnings")
+    for warning in found if isinstance(found, list) else ():
+        if UNFIT in str(warning):
+            logger.warning("oscar: %s", warning)
+    fitted = artifact.options.get("context")
+    if fitted is not None and served > fitted:
+        logger.warning(
+            "oscar: the artifact is fitted for contexts of %d tokens, this server takes %d: beyond "
+            "%d error grows; calibrate with --context %d, or serve with --context-length %d",
+            fitted,
+            served,
+            fitted,
+            served,
+            fitted,
+        )
 
 
 def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
@@ -135,7 +168,7 @@ def pool_setup(kvc: Any) -> Any:
     from . import artifact as art
     from .memory_pool import PoolSetup
     from .seam import config_of, plan_of
-    from .sizing import decode_attention, with_workspace
+    from .sizing import ROW_SLACK, decode_attention, with_workspace
 
     config = config_of(kvc.server_args)
     artifact = art.load(Path(config.artifact))
@@ -168,11 +201,13 @@ def pool_setup(kvc: Any) -> Any:
     return PoolSetup(
         plan=plan,
         spec=artifact.spec,
+        specs=artifact.specs,
         params=params,
         artifact_id=artifact.id,
         fingerprint=artifact.fingerprint,
         data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
         layer_ids=tuple(layer_ids),
+        context=kvc.model_config.context_len + ROW_SLACK,
         reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
         decode_attention=attention,
         prefill_attention=config.prefill_attention,

@@ -11,7 +11,7 @@ from oscar_sglang.kernels.attend import Partials
 from oscar_sglang.kernels.decode import DecodeAttention, DecodeStep
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
-from oscar_sglang.kernels.views import layer_view
+from oscar_sglang.kernels.views import layer_view, prepare_queries
 
 COLD_BYTES = 300e6  # rotated through per replay: several times the L2 cache
 DEV = "cuda"
@@ -67,6 +67,16 @@ def scattered_slots(tokens: int, page: int) -> torch.Tensor:
     return (pages[:, None] * page + torch.arange(page, device=DEV, dtype=torch.int32)).flatten()
 
 
+def spec_of(codec_name: str, dim: int, bits: tuple[int, int] = (2, 2)) -> codec.CodecSpec:
+    """A codec as a layer with RoPE has it; ``bits`` of K and V, where they can be chosen."""
+    spec = codec.CODECS[codec_name]
+    if spec.meta != "position":
+        return spec
+    theta = [1e6 ** (-2 * i / dim) for i in range(dim // 2)]
+    options = {"rope": vars(codec.Rope.of(theta, dim)), "bits": [bits]}
+    return codec.layer_specs(spec, 1, options)[0]
+
+
 def random_params(
     spec: codec.CodecSpec, kv_heads: int, dim: int, spread: float = 0.05
 ) -> codec.LayerParams:
@@ -74,12 +84,16 @@ def random_params(
     of standard normal numbers need. ``spread``: size of the factor's entries."""
     factor = (torch.randn(kv_heads, dim, dim, device=DEV) * spread).triu(1)
     a = torch.randn(kv_heads, dim, dim, device=DEV) / dim**0.5
+    r_k = torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q
+    grid = _POSITION_GRID if spec.meta == "position" else _GRID
     made = {
-        "r_k": torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q,
+        "r_k": r_k,
+        "q_k": r_k,  # of an orthogonal matrix the inverse transposed
+        "mean": torch.randn(kv_heads, dim, device=DEV) / dim**0.5,
         "r_v": torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q,
         "factor": factor,
         "metric": a @ a.transpose(-1, -2) + 0.05 * torch.eye(dim, device=DEV),
-        "grid": torch.tensor(_GRID, device=DEV).repeat(kv_heads, 2, 1),
+        "grid": torch.tensor(grid, device=DEV).expand(kv_heads, 2, 3),
     }
     return codec.LayerParams(**{n: made[n].contiguous() for n in spec.tensors(dim)})
 
@@ -87,6 +101,9 @@ def random_params(
 # step_log2, lo_first, lo_step (``codec_compact``) and the bytes of steps from 0.4 to 0.9.
 _GRID = (-8.0, -6.0, 0.047)
 _STEP_BYTES = (107, 126)
+# The same of ``position``: of K, with the share of the mean in place of lo, and of V.
+_POSITION_GRID = ((-4.5, -4.0, 0.03125), (-4.5, -6.0, 0.047))
+_POSITION_STEP_BYTES, _SHARE_BYTES = (102, 139), (96, 160)
 
 
 class Cache:
@@ -94,13 +111,13 @@ class Cache:
 
     def __init__(
         self, batch, context, *, kv_heads=8, group=4, dim=128, page=16, windows=None,
-        codec_name="feedback",
+        codec_name="feedback", bits=(2, 2),
     ):  # fmt: skip
         self.batch, self.context, self.kv_heads, self.group, self.dim = (
             batch, context, kv_heads, group, dim,
         )  # fmt: skip
         self.windows = windows or WindowLayout()
-        spec = codec.CODECS[codec_name]
+        spec = spec_of(codec_name, dim, bits)
         self.layout = layout = spec.layout(kv_heads, dim)
         self.page = page = max(page, spec.block)
         unit = max(64, page)
@@ -115,20 +132,23 @@ class Cache:
         for x in (window.sink_k, window.sink_v, window.recent_k, window.recent_v):
             x[0].normal_()
         cache = SinkCache(layout, 1, 1024, torch.bfloat16, DEV)
-        self.seg = reference.Segments(spec, [params], store, window, cache)
+        self.seg = reference.Segments(spec, [params], store, window, cache, context=self.tokens)
         self.view = layer_view(self.seg, 0)
         self.table = torch.full((requests + 1, self.tokens), -1, dtype=torch.int32, device=DEV)
         self.table[1:] = scattered_slots(requests * self.tokens, page).view(requests, -1)
         self.rows = torch.arange(1, requests + 1, device=DEV).view(self.copies, batch)
         self.lens = torch.full((batch,), context, dtype=torch.int64, device=DEV)
-        self.q = torch.randn(self.copies, batch, kv_heads * group, dim, device=DEV)
-        self.out = torch.empty_like(self.q, dtype=torch.bfloat16)
+        shape = (self.copies, batch, kv_heads * group, dim)
+        self.q = torch.stack(
+            [prepare_queries(self.view, q) for q in torch.randn(shape, device=DEV)]
+        )
+        self.out = torch.empty(shape, dtype=torch.bfloat16, device=DEV)
 
     def _randomise(self, store, form: str):
         flat = store.blocks[0].view(-1).view(torch.int32)
         for i in range(0, flat.numel(), 1 << 28):
             flat[i : i + (1 << 28)].random_(-(2**31), 2**31 - 1)
-        _, meta = store._views(0)
+        *_, meta = store._views(0)
         for x in store.channels:
             x[..., 0].uniform_(0.4, 0.9)
             x[..., 1].uniform_(-1.4, -0.6)
@@ -137,6 +157,11 @@ class Cache:
             if form == "compact":
                 part[..., 0::2].random_(*_STEP_BYTES)
                 part[..., 1::2].random_(80, 128)
+                continue
+            if form == "position":
+                part[..., 0::2].random_(*_POSITION_STEP_BYTES)
+                part[..., 1].random_(*_SHARE_BYTES)
+                part[..., 3].random_(80, 128)
                 continue
             if form == "channel":
                 part[..., 0].uniform_(0.4, 0.9)
@@ -190,7 +215,8 @@ class Cache:
             call()
         worst = 0.0
         for copy, b in [(0, 0), (self.copies - 1, self.batch - 1)][:requests]:
-            want, value_rms = self._reference(int(self.rows[copy, b]), self.q[copy, b])
+            q = self.q[copy, b, :, : self.dim]
+            want, value_rms = self._reference(int(self.rows[copy, b]), q)
             off = (self.out[copy, b].double() - want).norm()
             worst = max(worst, float(off / want.norm()))
             if not off <= 3e-3 * want.norm() + 1e-4 * value_rms * want.numel() ** 0.5:

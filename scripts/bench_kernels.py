@@ -1,6 +1,7 @@
 """Time the kernels against FA3, FlashInfer and SGLang's Triton decode on one GPU.
 
     python scripts/bench_kernels.py --out scripts/results/kernels-h200.json [--quick]
+    python scripts/bench_kernels.py --compare position --out FILE      one codec beside feedback
 
 Every number is the median of CUDA-graph replays over caches that do not fit in L2, windows and the
 inverse rotation included; a wrong result stops the run. Ceilings are measured outside a graph.
@@ -23,11 +24,12 @@ import torch
 from bench_common import DEV, Cache, ceilings, graph_time, random_params
 from provenance import commit
 
-from oscar_sglang.kernels import codec, codec_omni
+from oscar_sglang.kernels import codec, codec_omni, codec_position
 from oscar_sglang.kernels.materialise import materialise
+from oscar_sglang.kernels.means import Means
 from oscar_sglang.kernels.rotate import join_prefix, rotate_queries
 from oscar_sglang.kernels.store import store
-from oscar_sglang.kernels.views import TokenBatch
+from oscar_sglang.kernels.views import TokenBatch, prepare_queries, query_buffer
 
 # Those of the targets first, so that --quick and an interrupted run hold them.
 TARGETS = [
@@ -40,7 +42,7 @@ TRITON = [(1, 32768), (8, 32768)]
 OTHER_PAGES = [(1, 32768, 1), (8, 32768, 1), (8, 32768, 64)]
 LAYER = (1, 102400)
 # Attention reads a codec's metadata only: one codec of each kind that is not FP16 step and lo.
-OTHER_METADATA = ("compact", "lloyd", "omni")
+OTHER_METADATA = ("compact", "position", "lloyd", "omni")
 CODEC_SHAPES = [(1, 32768), (8, 32768), (32, 32768)]
 STORE_CODECS = ("feedback", "aligned", "oscar")  # at every size; the others at CODEC_TOKENS
 CODEC_TOKENS = (1, 64, 8192)
@@ -100,38 +102,52 @@ class Bench:
         return self.base[key]
 
     def decode(
-        self, batch, context, page=16, gqa=4, form=None, triton_only=False, codec_name=None
-    ) -> None:
-        """``codec_name`` None: FP16 step and lo, as most codecs store them."""
-        base = self.baseline(batch, context, gqa)
-        cache = Cache(batch, context, group=gqa, page=page, codec_name=codec_name or "feedback")
+        self, batch, context, page=16, gqa=4, form=None, triton_only=False, codec_name=None,
+        bits=(2, 2), against=None,
+    ) -> float:  # fmt: skip
+        """``codec_name`` None: FP16 step and lo, as most codecs store them. ``against``: µs of
+        another codec, in place of the baselines."""
+        base = self.baseline(batch, context, gqa) if against is None else _NO_BASELINE
+        name = codec_name or "feedback"
+        cache = Cache(batch, context, group=gqa, page=page, codec_name=name, bits=bits)
         steps = cache.steps(form, triton_only)
         error = cache.error(steps)
         us = graph_time(cache.calls(steps))
         speedups = {
             f"speedup_{k}": round(base[k] / us, 2) for k in ("bf16", "fp8") if base[k] is not None
         }
+        if against:
+            speedups["against_feedback"] = round(us / against, 3)
         chosen = "triton" if triton_only else steps[0]._form.kernel
         self.add(
             "decode_attention", us, cache.needed_bytes(), codec=codec_name or "any",
             context=context, batch=batch, page_size=cache.page, gqa=gqa, kernel=chosen,
             error=float(f"{error:.2e}"), baselines=base["all"], **speedups,
+            **({} if bits == (2, 2) else {"bits": bits}),
         )  # fmt: skip
         del cache
         torch.cuda.empty_cache()
+        return us
 
 
-def codec_params(count: int) -> list:
-    """``count`` layers' matrices that serve every codec."""
-    return [random_params(codec.CODECS["accurate-compact"], 8, 128, 0.02) for _ in range(count)]
+_NO_BASELINE = {"bf16": None, "fp8": None, "all": {}}
+
+
+def codec_params(count: int, like: str = "accurate-compact") -> list:
+    """``count`` layers' matrices that serve every codec, or those of ``position``."""
+    return [random_params(codec.CODECS[like], 8, 128, 0.02) for _ in range(count)]
 
 
 def codec_views(view, params: list) -> list:
     """``view`` with each of ``params``, of which it gets what its codec has."""
     names = view.spec.tensors(view.head_dim)
-    return [
-        view._replace(params=codec.LayerParams(**{n: getattr(p, n) for n in names})) for p in params
-    ]
+    if view.means is not None:
+        params = codec_params(len(params), view.spec.name)
+    own = [codec.LayerParams(**{n: getattr(p, n) for n in names}) for p in params]
+    if view.means is None:
+        return [view._replace(params=p) for p in own]
+    means = Means.of([view.spec] * len(own), own, codec_position.TILE * len(view.means.turns))
+    return [view._replace(params=p, means=means.layer(i)) for i, p in enumerate(own)]
 
 
 def fresh(tokens: int, dim: int = 128, first: int = 1024):
@@ -163,17 +179,19 @@ def check_store(cache: Cache) -> None:
     """Stop unless nearly all rows get the reference's codes (float32 ties may differ)."""
     view = cache.view
     where, q, k, v = fresh(64)
-    q_rot = torch.empty(64, 32, 128, device=DEV)
+    q_rot = query_buffer(view, 64, 32)
     store(view, where, q, k, v, q_rot)
     params = view.params
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
-    want = codec.encode_k(view.spec, params, k_rot), codec.encode_v(view.spec, params, v_rot)
+    key = codec.encode_k(view.spec, params, k_rot, where.positions)
+    want = key, codec.encode_v(view.spec, params, v_rot)
     for got, rows in zip(cache.seg.history.read(0, where.slots), want, strict=True):
         same = (got.packed == rows.packed).all(-1) & (got.meta == rows.meta).all(-1)
         if same.float().mean() < 0.97:
             share = float(same.float().mean())
             raise SystemExit(f"store of {view.spec.name}: only {share:.3f} of the rows agree")
-    off = (q_rot - codec.rotate(q, params.r_k)).norm() / q_rot.norm()
+    q_want = prepare_queries(view, q)[..., :128]
+    off = (q_rot[..., :128] - q_want).norm() / q_want.norm()
     if not off < 1e-4:
         raise SystemExit(f"store: rotated queries are off by {float(off):.2e}")
 
@@ -210,9 +228,9 @@ def bench_store(bench: Bench) -> None:
     for tokens in (1, 8, 64, 256, 8192):
         params = codec_params(MODEL_LAYERS if tokens < 8192 else 4)
         where, q, k, v = fresh(tokens)
-        q_rot = torch.empty(tokens, 32, 128, device=DEV)
         for name in names if tokens in CODEC_TOKENS else STORE_CODECS:
             views = codec_views(caches[name].view, params)
+            q_rot = query_buffer(views[0], tokens, 32)
             kv_only = tokens == 8192 and name in STORE_CODECS
             for suffix, target in (("", q_rot), ("_kv_only", None))[: 1 + kv_only]:
                 us = graph_time([partial(store, w, where, q, k, v, target) for w in views])
@@ -223,10 +241,10 @@ def bench_store(bench: Bench) -> None:
     bench_seal(bench, codec_params(MODEL_LAYERS))
 
 
-def bench_materialise(bench: Bench) -> None:
-    for page in (16, 1):
+def bench_materialise(bench: Bench, pages=(16, 1), codec_name: str | None = None) -> None:
+    for page in pages:
         n = 32768
-        cache = Cache(1, n, page=page)
+        cache = Cache(1, n, page=page, codec_name=codec_name or "feedback")
         out_k, out_v = torch.empty(2, n, 8, 128, device=DEV).bfloat16()
         start, indptr = (
             torch.zeros(1, dtype=torch.int64, device=DEV),
@@ -239,7 +257,8 @@ def bench_materialise(bench: Bench) -> None:
         ]
         us = graph_time(calls)
         moved = cache.needed_bytes() + n * 8 * 128 * 4
-        bench.add("materialise", us, moved, codec="any", context=n, batch=1, page_size=page)
+        codec_name = codec_name or "any"
+        bench.add("materialise", us, moved, codec=codec_name, context=n, batch=1, page_size=page)
 
 
 def bench_rotations(bench: Bench) -> None:
@@ -261,23 +280,7 @@ def bench_layer(bench: Bench) -> None:
     """store + attend + merge of one decode step, against SGLang's BF16 store + attention."""
     batch, context = LAYER
     base = bench.baseline(batch, context, 4)
-    cache = Cache(batch, context)
-    views = codec_views(cache.view, codec_params(cache.copies))
-    steps = cache.steps()
-    cache.error(steps)
-    row = cache.rows.flatten()
-    last = torch.full((1,), context - 1, dtype=torch.int64, device=DEV)
-    none = torch.full((1,), -1, dtype=torch.int64, device=DEV)
-    where = [
-        TokenBatch(row[i : i + 1], last, last + 1, cache.table[row[i], last].long(), none)
-        for i in range(cache.copies)
-    ]
-    _, q, k, v = fresh(batch)
-
-    def layer(i):
-        steps[i].layer(views[i], where[i], q, k, v, cache.table, cache.out[i], scale=128**-0.5)
-
-    us = graph_time([lambda i=i: layer(i) for i in range(cache.copies)])
+    us, steps, cache = layer_us(batch, context)
     try:
         kv_store = baselines.kv_store(batch)
     except Exception as problem:
@@ -294,6 +297,58 @@ def bench_layer(bench: Bench) -> None:
     bench.add("plan", plan, batch=batch)
 
 
+def layer_us(batch: int, context: int, codec_name: str = "feedback"):
+    """µs of store + attend + merge of one decode step; the steps and cache that it ran on."""
+    cache = Cache(batch, context, codec_name=codec_name)
+    views = codec_views(cache.view, codec_params(cache.copies))
+    steps = cache.steps()
+    cache.error(steps)
+    last = torch.full((batch,), context - 1, dtype=torch.int64, device=DEV)
+    none = torch.full_like(last, -1)
+    where = [
+        TokenBatch(row, last, last + 1, cache.table[row, last].long(), none) for row in cache.rows
+    ]
+    _, q, k, v = fresh(batch)
+
+    def layer(i):
+        steps[i].layer(views[i], where[i], q, k, v, cache.table, cache.out[i], scale=128**-0.5)
+
+    return graph_time([lambda i=i: layer(i) for i in range(cache.copies)]), steps, cache
+
+
+def compare(bench: Bench, name: str) -> None:
+    """Codec ``name`` beside ``feedback``: attention, decode layers, store and materialise."""
+    for batch, context in (*CODEC_SHAPES, (1, 8192), (1, 131072)):
+        plain = bench.decode(batch, context, codec_name="feedback", against=0)
+        bench.decode(batch, context, codec_name=name, against=plain)
+    for batch, context in (LAYER, (8, 32768), (32, 32768)):
+        plain = 0.0
+        for codec_name in ("feedback", name):
+            us, *_ = layer_us(batch, context, codec_name)
+            ratio = {"against_feedback": round(us / plain, 3)} if plain else {}
+            shape = dict(context=context, batch=batch, page_size=16, gqa=4)
+            bench.add("decode_layer", us, codec=codec_name, **shape, **ratio)
+            plain = plain or us
+            torch.cuda.empty_cache()
+    caches = {n: Cache(1, 16384, codec_name=n) for n in ("feedback", name)}
+    for cache in caches.values():
+        check_store(cache)
+    for tokens in (1, 8, 64, 8192):
+        plain, params = 0.0, codec_params(MODEL_LAYERS if tokens < 8192 else 4)
+        where, q, k, v = fresh(tokens)
+        for codec_name, cache in caches.items():
+            views = codec_views(cache.view, params)
+            q_rot = query_buffer(views[0], tokens, 32)
+            us = graph_time([partial(store, w, where, q, k, v, q_rot) for w in views])
+            ratio = {"against_feedback": round(us / plain, 3)} if plain else {}
+            bench.add("store", us, codec=codec_name, batch=tokens, page_size=16, gqa=4, **ratio)
+            plain = plain or us
+    del caches
+    torch.cuda.empty_cache()
+    for codec_name in ("feedback", name):
+        bench_materialise(bench, (16,), codec_name)
+
+
 def versions() -> dict[str, str]:
     found = {"cuda": torch.version.cuda}
     for name in ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python"):
@@ -308,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="the shapes of the targets only")
+    parser.add_argument("--compare", metavar="CODEC", help="time this codec beside feedback only")
     parser.add_argument("--commit", help="of the code, where git does not know it")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -315,6 +371,8 @@ def main() -> None:
     torch.manual_seed(0)
     bench = Bench(args.out, commit(args.commit))
     print(bench.ceilings)
+    if args.compare:
+        return compare(bench, args.compare)
     for batch, context in TARGETS:
         bench.decode(batch, context)
     bench_layer(bench)

@@ -46,7 +46,7 @@ def main(model: str, artifact: str) -> None:
     block = fitted.spec.block
     # Of a block codec the first block, whose sink tokens the evaluator leaves out.
     part = slice(SINK, block) if block > 1 else slice(0, LENGTH)
-    for layer, params in enumerate(fitted.layers):
+    for layer, params in enumerate(fitted.codecs):
         k, v = document.k[layer][part].float(), document.v[layer][part].float()
         encoded = method.encode(params, k, v, part.start)
         judged = Rows(*encoded.k[:2]), Rows(*encoded.v)

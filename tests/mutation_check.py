@@ -108,6 +108,27 @@ POOL_FAULTS = {
     "channels of the next page": Fault(
         "reference.py", "channels[layer][slots // seg", "channels[layer][1 + slots // seg"
     ),
+    "keys encoded for another tile": Fault(
+        "reference.py",
+        "encode_k(spec, params, k_rot, batch.positions)",
+        "encode_k(spec, params, k_rot, batch.positions + 16)",
+    ),
+    "keys decoded for another tile": Fault(
+        "reference.py",
+        "read_history(seg, layer, slots[part], positions)",
+        "read_history(seg, layer, slots[part], positions + 16)",
+    ),
+    "lost sinks decoded for another tile": Fault(
+        "reference.py",
+        "read_history(seg, layer, slots, positions)",
+        "read_history(seg, layer, slots, positions + 16)",
+    ),
+    "queries turned as keys are": Fault(
+        "reference.py", "rotate(q, params.queries)", "rotate(q, params.r_k)"
+    ),
+    "metadata of a row of 2 bits": Fault(
+        "stores.py", "meta_size = h.block_bytes - k_size", "meta_size = h.block_bytes - v_size"
+    ),
     "empty segment not guarded": Fault(
         "reference.py", "torch.where(total > 0, 1 / total, torch.zeros_like(total))", "1 / total"
     ),
@@ -124,8 +145,8 @@ KERNEL_FAULTS = {
     ),
     "store: range without its lower end": Fault(
         "rows.py",
-        "nearest_code(y, inv[:, None], lo[:, None])",
-        "nearest_code(y, inv[:, None], 0.0)",
+        "nearest_code(y, inv[:, None], lo[:, None], LEVELS)",
+        "nearest_code(y, inv[:, None], 0.0, LEVELS)",
     ),
     "store: feedback by the transposed factor": Fault(
         "store.py", "factor + j * D + cols", "factor + cols * D + j"
@@ -179,8 +200,8 @@ KERNEL_FAULTS = {
     ),
     "materialise: V decoded from K": Fault(
         "materialise.py",
-        "v = _decode_row(blocks, slot, history, head, 1,",
-        "v = _decode_row(blocks, slot, history, head, 0,",
+        "blocks, slot, pos, history, head, 1, grid",
+        "blocks, slot, pos, history, head, 0, grid",
     ),
     "materialise: every prefix starts at 0": Fault(
         "materialise.py", "tl.load(starts + request).to(tl.int64) + i", "i"
@@ -207,8 +228,8 @@ CUDA_FAULTS = {
     ),
     "V's step is K's": Fault(
         "meta.cu",
-        "float value_log2(const Token& m) const { return sixteenths(m.w, 2)",
-        "float value_log2(const Token& m) const { return sixteenths(m.w, 0)",
+        "float value_log2(const Token& m) const { return octaves(m.w, 2)",
+        "float value_log2(const Token& m) const { return octaves(m.w, 0)",
     ),
     "levels too close": Fault("meta.cu", "0x46AB46ABu", "0x46004600u"),
     "norm of the neighbour": Fault("meta.cu", "(row * 6 & ~3)", "((row ^ 1) * 6 & ~3)"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from oscar_sglang.debug_tags import DebugTags, chain
 from oscar_sglang.kernels import codec, codec_omni, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams
+from oscar_sglang.kernels.codec_position import Rope
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 
@@ -100,6 +101,15 @@ class Machine:
         q = torch.linalg.qr(torch.randn(2, 1, D, D, generator=g, dtype=torch.float64))[0].float()
         factor = (torch.randn(1, D, D, generator=g) * 0.02).triu(1)
         params = LayerParams(q[0], q[1], factor if spec.k_feedback else None)
+        layer_spec = spec
+        if spec.meta == "position":
+            layer_spec = replace(spec, rope=Rope.of([0.5**i for i in range(D // 2)], D))
+            params = params._replace(
+                metric=torch.eye(D)[None],
+                grid=torch.tensor([-5.0, -4.0, 8 / 255]).repeat(1, 2, 1),
+                q_k=q[0],
+                mean=torch.randn(1, D, generator=g),
+            )
         layout, windows = spec.layout(1, D), WindowLayout(n_sink, self.n_ring)
         self.seg = reference.Segments(
             spec,
@@ -107,6 +117,7 @@ class Machine:
             HistoryStore(layout, 1, self.pool + page, "cpu"),
             WindowStore(windows, layout, 1, ROWS + 1, torch.float32, "cpu"),
             SinkCache(layout, 1, cache_rows, torch.float32, "cpu"),
+            [layer_spec],
         )
         self.rows = ReqToTokenPool(ROWS, self.context, "cpu", False)
         of = (torch.float32, "cpu", None, False)
@@ -120,7 +131,7 @@ class Machine:
         self.tags = DebugTags(self.seg, self.context)
         self.scratch = torch.full((2, 13 * self.context // 64, 1, D), torch.nan)
         self.bank = torch.randn(3, BANK, 1, D, generator=g)
-        self.coded = self._coded_bank(params) if self.block == 1 else None
+        self.coded = None if self.block > 1 else self._coded_bank(params)
         self.coded_blocks: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self.cached_sinks: dict[int, int] = {}  # sink-cache row -> slot, kept independently
         self.exact = exact
@@ -131,17 +142,24 @@ class Machine:
         )
 
     def _coded_bank(self, params: LayerParams) -> list[torch.Tensor]:
+        """K [positions, tokens, 1, D] and V [tokens, 1, D] as history gives them back; one position
+        stands for all where the codec asks for none."""
         k, v = codec.rotate(self.bank[1], params.r_k), codec.rotate(self.bank[2], params.r_v)
-        spec = self.seg.spec
-        k = codec.decode_k(spec, params, codec.encode_k(spec, params, k))
+        (spec,) = self.seg.specs
+        keys = []
+        for position in range(self.context if spec.meta == "position" else 1):
+            at = torch.full((len(k),), position)
+            hat = codec.decode_k(spec, params, codec.encode_k(spec, params, k, at), at)
+            keys.append(codec.rotate(hat, params.k_back))
         v = codec.decode_v(spec, params, codec.encode_v(spec, params, v))
-        return [codec.rotate(k, params.r_k.mT), codec.rotate(v, params.r_v.mT)]
+        return [torch.stack(keys), codec.rotate(v, params.r_v.mT)]
 
     def _coded(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """K and V of a request's tokens as history gives them back; of a block codec, zeros beyond
         its last whole block."""
         if self.block == 1:
-            return [c[ids] for c in self.coded]
+            keys, values = self.coded
+            return [keys[torch.arange(len(ids)).clamp_max(len(keys) - 1), ids], values[ids]]
         whole = len(ids) // self.block
         blocks = [
             self._coded_block(b, max(0, self.n_sink - i * self.block))

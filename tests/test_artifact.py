@@ -18,6 +18,7 @@ from oscar_sglang.artifact import Artifact, ArtifactError, Fingerprint, Fingerpr
 from oscar_sglang.config import OMNI_CHOICES
 from oscar_sglang.kernels.codec import CODECS, LayerParams
 from oscar_sglang.kernels.codec_omni import OPTIONS
+from oscar_sglang.kernels.codec_position import Rope
 
 FINGERPRINT = Fingerprint("LlamaForCausalLM", 2, 8, 4, 16, '{"rope_theta":10000.0}', "{}", "0123")
 
@@ -43,9 +44,16 @@ def make(codec: str = "feedback", fingerprint: Fingerprint = FINGERPRINT) -> Art
             "factor": square.triu(1),
             "metric": (metric + metric.mT) / 2,
             "grid": torch.tensor([-8.0, -4.0, 0.03]).repeat(h, 2, 1),
+            "mean": torch.randn(h, d, generator=g),
         }
+        if CODECS[codec].meta == "position":
+            tensors["q_k"] = torch.linalg.inv(tensors["r_k"].double()).mT.float().contiguous()
         layers.append(LayerParams(**{n: tensors[n] for n in CODECS[codec].tensors(d)}))
-    return Artifact(fingerprint, codec, {"damping": 0.05}, layers, {"tokens": 1, "data": "é"})
+    options = {"damping": 0.05}
+    if CODECS[codec].meta == "position":
+        options["rope"] = json.loads(json.dumps(dataclasses.asdict(Rope.of((1.0, 0.1), d))))
+        options |= {"rope_free": [0], "bits": [[2, 4], [4, 2]]}
+    return Artifact(fingerprint, codec, options, layers, {"tokens": 1, "data": "é"})
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Statistics against a direct computation, bases and factors against their definitions, the
 data sources and the per-user cache."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -177,11 +178,14 @@ def test_collecting_restores_the_model(model):
 def test_rotations_are_orthogonal_and_keep_products(moments, codec):
     for m in moments:
         params = fit_layer(m, codec).params
-        assert _eye_gap(params.r_k.double()) < 1e-6
+        assert CODECS[codec].meta == "position" or _eye_gap(params.r_k.double()) < 1e-6
         assert _eye_gap(params.r_v.double()) < 1e-6
-        q, k = m.held_v.double(), m.held_k.double()
-        q_rot, k_rot = (torch.einsum("nhd,hde->nhe", x, params.r_k.double()) for x in (q, k))
-        assert torch.allclose((q * k).sum(-1), (q_rot * k_rot).sum(-1), atol=1e-5)
+        q_rot, k_rot = (
+            torch.einsum("nhd,hde->nhe", x.double(), r.double())
+            for x, r in ((m.held_v, params.queries), (m.held_k, params.r_k))
+        )
+        exact = (m.held_v.double() * m.held_k.double()).sum(-1)
+        assert torch.allclose(exact, (q_rot * k_rot).sum(-1), atol=1e-4)
 
 
 def test_aligned_puts_the_mean_on_all_ones(moments):
@@ -226,11 +230,12 @@ def test_feedback_beats_plain_rounding_and_picks_the_best_basis(moments):
 def test_fit_of_a_dead_head_is_finite(moments):
     m = moments[0]
     zero = {n: torch.zeros_like(getattr(m, n)) for n in ("k_mean", "ktk", "qtq", "oto", "held_k")}
-    dead = type(m)(**(vars(m) | zero))
+    before = replace(m.before, **{n: zero[n] for n in ("k_mean", "ktk", "qtq")})
+    dead = type(m)(**(vars(m) | zero | {"before": before}))
     for codec in FITTED:
         params = fit_layer(dead, codec).params
         assert all(t is None or bool(t.isfinite().all()) for t in params)
-        assert _eye_gap(params.r_k.double()) < 1e-6
+        assert _eye_gap(params.r_k.double() @ params.k_back.double()) < 1e-6
 
 
 def test_a_codec_without_statistics_is_made_without_the_model(model_dir, cache, monkeypatch):

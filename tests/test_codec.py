@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -6,6 +8,7 @@ import vectors
 from oscar_sglang.kernels import codec
 from oscar_sglang.kernels.codec import CODECS, LayerParams, RangeRule
 from oscar_sglang.kernels.codec_lloyd import LEVEL_VALUES
+from oscar_sglang.kernels.codec_position import Rope
 
 SHRINK = RangeRule("shrink", 0.75)
 ROW_CODECS = [name for name, spec in CODECS.items() if spec.block == 1]  # others: test_blocks.py
@@ -15,6 +18,14 @@ def f32(x):
     return torch.tensor(x, dtype=torch.float32)
 
 
+def layer_spec(name, d=64):
+    """The codec as a layer with RoPE has it."""
+    spec = CODECS[name]
+    if spec.meta != "position":
+        return spec
+    return replace(spec, rope=Rope.of([10000 ** (-2 * i / d) for i in range(d // 2)], d))
+
+
 def random_params(d, heads=2, seed=0):
     g = torch.Generator().manual_seed(seed)
     q = [torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64))[0] for _ in "kv"]
@@ -22,9 +33,9 @@ def random_params(d, heads=2, seed=0):
     metric = torch.randn(heads, d, d, generator=g)
     metric = metric @ metric.mT / d + torch.eye(d)
     grid = torch.tensor([[-8.0, -6.0, 12 / 255]] * 2).repeat(heads, 1, 1)
-    return LayerParams(
-        *(r.float().expand(heads, d, d).contiguous() for r in q), factor, metric, grid
-    )
+    r_k, r_v = (r.float().expand(heads, d, d).contiguous() for r in q)
+    mean = torch.randn(heads, d, generator=g)
+    return LayerParams(r_k, r_v, factor, metric, grid, r_k, mean)
 
 
 def used(params, spec):
@@ -58,27 +69,30 @@ def test_vector_files_are_met_code_for_code(d):
     assert metric_error(fed) == pytest.approx(vec.expected["rel_metric_err_feedback"], rel=1e-4)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
-def test_pack_round_trip_and_channel_order(d):
-    codes = torch.randint(0, 4, (3, 2, d), dtype=torch.uint8)
-    packed = codec.pack(codes)
-    assert packed.shape == (3, 2, d // 4) and packed.dtype == torch.uint8
-    assert torch.equal(codec.unpack(packed).to(torch.uint8), codes)
+def test_pack_round_trip_and_channel_order(d, bits):
+    codes = torch.randint(0, 2**bits, (3, 2, d), dtype=torch.uint8)
+    packed = codec.pack(codes, bits)
+    assert packed.shape == (3, 2, d * bits // 8) and packed.dtype == torch.uint8
+    assert torch.equal(codec.unpack(packed, bits).to(torch.uint8), codes)
     halves = packed.view(torch.int16).int() & 0xFFFF
-    for i in range(d // 8):
-        for j in range(8):
-            assert torch.equal((halves[..., i] >> 2 * j & 3).byte(), codes[..., i + d // 8 * j])
+    n = d * bits // 16
+    for i in range(n):
+        for j in range(16 // bits):
+            found = (halves[..., i] >> bits * j) & (2**bits - 1)
+            assert torch.equal(found.byte(), codes[..., i + n * j])
 
 
 @pytest.mark.parametrize("name", ROW_CODECS)
 def test_a_rows_codes_do_not_depend_on_its_batch(name):
-    spec = CODECS[name]
+    spec = layer_spec(name)
     params = used(random_params(64), spec)
-    x = torch.randn(97, 2, 64) + torch.randn(64)
-    whole = codec.encode_k(spec, params, codec.rotate(x, params.r_k))
-    for part in (x[:1], x[40:57], x[96:]):
-        start = next(i for i in range(97) if torch.equal(x[i], part[0]))
-        rows = codec.encode_k(spec, params, codec.rotate(part, params.r_k))
+    x, at = torch.randn(97, 2, 64) + torch.randn(64), torch.arange(1000, 1097)
+    whole = codec.encode_k(spec, params, codec.rotate(x, params.r_k), at)
+    for start, end in ((0, 1), (40, 57), (96, 97)):
+        part = x[start:end]
+        rows = codec.encode_k(spec, params, codec.rotate(part, params.r_k), at[start:end])
         assert torch.equal(rows.packed, whole.packed[start : start + len(part)])
         assert torch.equal(rows.meta, whole.meta[start : start + len(part)])
 
@@ -98,10 +112,10 @@ def test_decode_encode_is_idempotent():
 @pytest.mark.parametrize("name", ROW_CODECS)
 def test_rows_hold_what_the_layout_says(name):
     """Bytes of an encoded row; values are at most half a step (or level gap) off, V's rounded."""
-    spec = CODECS[name]
+    spec = layer_spec(name)
     params, y = used(random_params(64), spec), torch.randn(200, 2, 64)
     layout = spec.layout(2, 64)
-    rows = codec.encode_k(spec, params, y), codec.encode_v(spec, params, y)
+    rows = codec.encode_k(spec, params, y, torch.arange(200)), codec.encode_v(spec, params, y)
     assert sum(t[0].numel() * t.element_size() for r in rows for t in r) == layout.bytes_per_slot
     assert [r.meta.shape[-1] for r in rows] == [layout.k_meta, layout.v_meta]
     hat = codec.decode_v(spec, params, rows[1])
@@ -110,7 +124,7 @@ def test_rows_hold_what_the_layout_says(name):
         gap = (LEVEL_VALUES[3] - LEVEL_VALUES[2]) * scale
     else:
         step = codec.value_range(y, spec.v_range).float()[..., :1]
-        gap = step * (2 ** (1 / 32) if spec.meta == "compact" else 1)
+        gap = step * (2 ** (0.5 / spec.per_octave) if spec.has_grid else 1)
     inside = (y >= hat.amin(-1, keepdim=True)) & (y <= hat.amax(-1, keepdim=True))
     assert bool(((hat - y).abs() <= 0.5001 * gap)[inside].all()) and inside.float().mean() > 0.6
 
@@ -142,12 +156,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", ROW_CODECS)
 @pytest.mark.parametrize("row", HOSTILE)
 def test_hostile_rows_stay_finite(name, row):
-    spec = CODECS[name]
+    spec, at = layer_spec(name), torch.tensor([70])
     params = used(random_params(64, heads=1), spec)
     x = HOSTILE[row].view(1, 1, 64)
-    k = codec.encode_k(spec, params, codec.rotate(x, params.r_k))
+    k = codec.encode_k(spec, params, codec.rotate(x, params.r_k), at)
     v = codec.encode_v(spec, params, codec.rotate(x, params.r_v))
-    assert torch.isfinite(codec.decode_k(spec, params, k)).all()
+    assert torch.isfinite(codec.decode_k(spec, params, k, at)).all()
     assert torch.isfinite(codec.decode_v(spec, params, v)).all()
 
 

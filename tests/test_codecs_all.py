@@ -34,6 +34,7 @@ BITS = {  # K and V together, head_dim 128, whole blocks
     "accurate": 2.25,
     "compact": 2.125,
     "accurate-compact": 2.125,
+    "position": 2.125,
 }
 
 
@@ -83,7 +84,7 @@ def test_edge_rows_stay_finite(name, kind, fitted):
     for hat in round_trip(name, fitted, x, x):
         assert bool(hat.isfinite().all())
         if kind == "zero":
-            assert float(hat.abs().max()) < 1e-3 or "compact" in name
+            assert float(hat.abs().max()) < 1e-3 or BITS[name] == 2.125  # coarse steps
 
 
 @pytest.mark.parametrize("name", METHODS)

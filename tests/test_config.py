@@ -46,6 +46,9 @@ def test_every_field_has_a_flag():
         ({"oscar_prefill_attention": "fa2"}, "--oscar-prefill-attention 'fa2'.*fa3, flashinfer"),
         ({"oscar_recent_tokens": 1.5}, "whole number"),
         ({"oscar_sink_cache_tokens": 0}, "--oscar-sink-cache-tokens"),
+        ({"oscar_bits": 1.5}, "--oscar-bits is bits per element, e.g. 2.3, got 1.5"),
+        ({"oscar_bits": True}, "--oscar-bits"),
+        ({"oscar_bits": 2.3, "oscar_codec": "omni"}, "--oscar-bits belongs to codec position"),
         ({"oscar_codec": "zip"}, "feedback, accurate, compact"),
         ({"oscar_codek": "oscar"}, "unknown option.*oscar_codek"),
     ],
@@ -60,6 +63,7 @@ def test_bad_options_say_what_to_do(options, words):
     [
         {},
         {"oscar_codec": "omni", "oscar_omni_norm": "none"},
+        {"oscar_bits": 2.35},
         {"oscar_debug_tags": True, "oscar_debug_tags_every": 4, "oscar_artifact": "/x y/&=?.st"},
     ],
 )

@@ -42,7 +42,9 @@ def test_rows_and_segments(pool, tmp_path, length):
     assert found["slots"].tolist() == seq.slots.tolist()
     history = torch.tensor(want)[:, None, None] == 1
     for layer in range(2):
-        two_bits = decoded(SimpleNamespace(spec=pool.seg.spec, params=pool.seg.params[layer:]), seq)
+        two_bits = decoded(
+            SimpleNamespace(specs=pool.seg.specs[layer:], params=pool.seg.params[layer:]), seq
+        )
         for name, exact, coarse in zip("kv", (seq.k, seq.v), two_bits, strict=True):
             expected = torch.where(history, coarse, exact).numpy()
             np.testing.assert_allclose(found[name][layer], expected, atol=2e-4)

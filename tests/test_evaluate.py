@@ -35,9 +35,10 @@ def params_of(name, model):
     g = torch.Generator().manual_seed(0)
     r = torch.linalg.qr(torch.randn(2, heads, model.config.head_dim, model.config.head_dim,
                                     generator=g).double()).Q.float()  # fmt: skip
-    from oscar_sglang.kernels.codec import LayerParams
+    from oscar_sglang.kernels.codec import CODECS, LayerCodec, LayerParams
 
     served = LayerParams(r[0], r[1], 0.05 * torch.randn(r[0].shape, generator=g).triu(1))
+    served = LayerCodec(CODECS[name], served) if name in CODECS else served
     fitted = METHODS[name].fit(None) if not METHODS[name].needs_stats else served
     return [fitted] * model.config.num_hidden_layers
 

@@ -54,34 +54,62 @@ def test_windows_must_hold_a_token(sink, recent):
         WindowLayout(sink, recent)
 
 
+@pytest.mark.parametrize("k_bits, v_bits, bits", [(2, 4, 3.125), (4, 2, 3.125), (4, 4, 4.125)])
+def test_bits_of_mixed_widths(k_bits, v_bits, bits):
+    layout = HistoryLayout(8, 128, meta_bytes=1, k_bits=k_bits, v_bits=v_bits)
+    assert layout.bits_per_element == bits
+    assert layout.bytes_per_slot == bits * 8 * 2 * 128 / 8
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_other_widths_are_refused(bits):
+    with pytest.raises(ValueError, match="2 or 4 bits"):
+        HistoryLayout(8, 128, k_bits=bits)
+
+
+def test_layers_of_different_widths_lie_one_after_another():
+    layouts = [HistoryLayout(2, 64, k_bits=k, v_bits=v) for k, v in ((2, 2), (4, 2), (2, 4))]
+    store = HistoryStore(layouts, 3, 2 * BLOCK, "cpu")
+    sizes = [2 * 2 * h.block_bytes for h in layouts]
+    assert store.num_bytes == sum(sizes)
+    assert store.offsets.tolist() == [0, sizes[0], sizes[0] + sizes[1]]
+    for i, block in enumerate(store.blocks):
+        block.fill_(i + 1)
+    assert store.base.tolist() == [1] * sizes[0] + [2] * sizes[1] + [3] * sizes[2]
+    with pytest.raises(ValueError, match="3 layouts for 2 layers"):
+        HistoryStore(layouts, 2, BLOCK, "cpu")
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (4, 2), (2, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("heads", [1, 3, 8])
-def test_block_addresses(head_dim, heads):
+def test_block_addresses(head_dim, heads, widths):
     """The documented byte address of every code byte and metadata field."""
-    layout = HistoryLayout(heads, head_dim)
+    layout = HistoryLayout(heads, head_dim, k_bits=widths[0], v_bits=widths[1])
     store = HistoryStore(layout, 1, 3 * BLOCK + 1, "cpu")
     assert store.num_bytes == 4 * heads * layout.block_bytes
     generator = torch.Generator().manual_seed(0)
 
-    def rows(n):
-        packed = torch.randint(0, 256, (n, heads, layout.row_bytes), generator=generator)
+    def rows(n, row_bytes):
+        packed = torch.randint(0, 256, (n, heads, row_bytes), generator=generator)
         meta = torch.randn(n, heads, 2, generator=generator)
         return Rows(packed.to(torch.uint8), meta.half())
 
     slots = torch.tensor([5, 17, 48, 15])
-    k, v = rows(4), rows(4)
+    k, v = rows(4, layout.k_row_bytes), rows(4, layout.v_row_bytes)
     store.write(0, slots, k, v)
     raw = store.blocks[0]
     for i, slot in enumerate(slots.tolist()):
         for head in range(heads):
             block = raw[slot // BLOCK, head]
-            for name, row in (("k", k), ("v", v)):
-                base = 0 if name == "k" else layout.chunks
-                for byte in range(layout.row_bytes):
-                    chunk, inner = divmod(byte, layout.chunk_bytes)
-                    at = (base + chunk) * BLOCK * layout.chunk_bytes
-                    at += (slot % BLOCK) * layout.chunk_bytes + inner
-                    assert block[at] == row.packed[i, head, byte]
+            for base, size, row in (
+                (0, layout.k_chunk_bytes, k),
+                (BLOCK * layout.k_row_bytes, layout.v_chunk_bytes, v),
+            ):
+                for byte, found in enumerate(row.packed[i, head]):
+                    chunk, inner = divmod(byte, size)
+                    at = base + (chunk * BLOCK + slot % BLOCK) * size + inner
+                    assert block[at] == found
             meta = block[layout.code_bytes_per_block :].view(torch.float16)
             mine = meta[(slot % BLOCK) * 4 : (slot % BLOCK) * 4 + 4]
             assert torch.equal(mine, torch.cat([k.meta[i, head], v.meta[i, head]]))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.sglang
 OPERATIONS, SEEDS = map(int, os.environ.get("OSCAR_OWNERSHIP", "400x6").split("x"))
 # Page size and codec -> share of the walk; a page larger than a window needs longer, slower
 # requests.
-PAGES = {1: 1, 16: 0.5, 64: 0.2, 128: 0.1, "omni": 0.1}
+PAGES = {1: 1, 16: 0.5, 64: 0.2, 128: 0.1, "omni": 0.1, "position": 0.5}
 
 
 @settings(max_examples=35, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -43,7 +43,7 @@ def test_seeds(page):
     for seed in range(max(2, round(SEEDS * PAGES[page]))):
         rows = random.Random(seed).choice((3, 24, 400))
         sink = (4, 20)[seed % 2]
-        if page == "omni":  # pages of a block, 128 tokens
+        if isinstance(page, str):  # omni: pages of a block, 128 tokens
             machine = Machine(seed, rows, n_sink=sink, codec_name=page)
         else:
             machine = Machine(seed, rows, page=page, n_sink=sink)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from oscar_sglang.kernels import codec, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams
-from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
+from oscar_sglang.kernels.codec_position import Rope
+from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 
 H, HK, D, ROWS, SLOTS = 6, 2, 64, 5, 2048
@@ -25,14 +28,33 @@ def make_segments(windows, cache_rows=512, layers=1, name="feedback"):
         LayerParams(rotation(), rotation(), (torch.randn(HK, D, D, generator=g) * 0.02).triu(1))
         for _ in range(layers)
     ]
-    layout = HistoryLayout(HK, D)
+    specs = [CODECS[name]] * layers
+    if name == "position":
+        specs, params = zip(*(with_position(p, g) for p in params), strict=True)
+    layouts = [spec.layout(HK, D) for spec in specs]
     return reference.Segments(
         CODECS[name],
-        params,
-        HistoryStore(layout, layers, SLOTS, "cpu"),
-        WindowStore(windows, layout, layers, ROWS, torch.float32, "cpu"),
-        SinkCache(layout, layers, cache_rows, torch.float32, "cpu"),
+        list(params),
+        HistoryStore(layouts, layers, SLOTS, "cpu"),
+        WindowStore(windows, layouts[0], layers, ROWS, torch.float32, "cpu"),
+        SinkCache(layouts[0], layers, cache_rows, torch.float32, "cpu"),
+        list(specs),
     )
+
+
+def with_position(params, g):
+    """Spec and parameters of codec ``position``: another basis for queries than for keys, K of 4
+    bits."""
+    rope = Rope.of([1000 ** (-i / 8) for i in range(8)], D)
+    stretch = torch.linspace(0.5, 2, D)
+    params = params._replace(
+        r_k=(params.r_k * stretch).contiguous(),
+        q_k=(params.r_k / stretch).contiguous(),
+        metric=torch.eye(D).repeat(HK, 1, 1),
+        grid=torch.tensor([-3.0, -3.0, 6 / 255]).repeat(HK, 2, 1),
+        mean=torch.randn(HK, D, generator=g),
+    )
+    return replace(CODECS["position"], rope=rope, k_bits=4), params
 
 
 class Sequence:
@@ -89,11 +111,11 @@ class Pool:
 
 def decoded(seg, seq):
     """The sequence's K and V as a 2-bit reader sees them, in the model's basis."""
-    p = seg.params[0]
+    spec, p, at = seg.specs[0], seg.params[0], torch.arange(len(seq.k))
     k_rot, v_rot = codec.rotate(seq.k, p.r_k), codec.rotate(seq.v, p.r_v)
-    k = codec.decode_k(seg.spec, p, codec.encode_k(seg.spec, p, k_rot))
-    v = codec.decode_v(seg.spec, p, codec.encode_v(seg.spec, p, v_rot))
-    return codec.rotate(k, p.r_k.mT), codec.rotate(v, p.r_v.mT)
+    k = codec.decode_k(spec, p, codec.encode_k(spec, p, k_rot, at), at)
+    v = codec.decode_v(spec, p, codec.encode_v(spec, p, v_rot))
+    return codec.rotate(k, p.k_back), codec.rotate(v, p.r_v.mT)
 
 
 def dense(seq, k2, v2, prefix, end, windows, recent_start=0, cap=0.0, lost_sinks=()):
@@ -123,8 +145,9 @@ WINDOWS = [WindowLayout(4, 16), WindowLayout(1, 1), WindowLayout(64, 256)]
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 7, 50, 333])
-def test_chunks_and_decode_match_dense(windows, chunk):
-    pool, seq = Pool(windows), Sequence(333, row=2, seed=3)
+@pytest.mark.parametrize("name", ["feedback", "position"])
+def test_chunks_and_decode_match_dense(windows, chunk, name):
+    pool, seq = Pool(windows, name=name), Sequence(333, row=2, seed=3)
     pool.start(seq, 0)
     k2, v2 = decoded(pool.seg, seq)
     for prefix in range(0, 333, chunk):
@@ -143,9 +166,11 @@ def test_logit_cap():
 
 @pytest.mark.parametrize("hit", [1, 3, 4, 20, 77, 119])
 @pytest.mark.parametrize("cache_rows", [512, 1])
-def test_prefix_hit_reads_sinks_exactly_and_the_rest_as_codes(hit, cache_rows):
+@pytest.mark.parametrize("name", ["feedback", "position"])
+def test_prefix_hit_reads_sinks_exactly_and_the_rest_as_codes(hit, cache_rows, name):
     windows = WINDOWS[0]
-    pool, first = Pool(windows, cache_rows=cache_rows), Sequence(120, row=1, seed=5)
+    pool = Pool(windows, cache_rows=cache_rows, name=name)
+    first = Sequence(120, row=1, seed=5)
     pool.start(first, 0)
     pool.step((first, 0, 120))
     turn = Sequence(120, row=3, seed=5, slots=first.slots.clone())
@@ -237,11 +262,12 @@ def test_padding_row_and_slot_write_to_themselves_only():
     assert torch.equal(before[0][1:], after[0][1:]) and torch.equal(before[1][1:], after[1][1:])
 
 
-def test_codes_do_not_depend_on_chunking_batch_or_slots():
+@pytest.mark.parametrize("name", ["feedback", "position"])
+def test_codes_do_not_depend_on_chunking_batch_or_slots(name):
     windows, length = WINDOWS[2], 150
     stored = []
     for chunk, extra in ((length, 0), (17, 0), (64, 2), (1, 0)):
-        pool, seq = Pool(windows), Sequence(length, row=1, seed=12)
+        pool, seq = Pool(windows, name=name), Sequence(length, row=1, seed=12)
         others = [Sequence(length, row=2 + i, seed=13 + i) for i in range(extra)]
         for s in (seq, *others):
             pool.start(s, 0)

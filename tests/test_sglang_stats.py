@@ -17,9 +17,11 @@ enter_cpu_mode()
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from oscar_sglang.calibration.collect import collect, load_model
+from oscar_sglang.calibration.collect import collect, load_model, score
 from oscar_sglang.calibration.data import load_tokens
 from oscar_sglang.calibration.fit import fit_layer
+from oscar_sglang.calibration.model_fit import Fitter
+from oscar_sglang.calibration.widths import probe_ids
 from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
 from oscar_sglang.sglang_stats import collect_in_sglang
 
@@ -28,8 +30,13 @@ if "qwen3.5" in sys.argv[1]:
     import gated_delta_net
     gated_delta_net.install()
 model, tokens = Path(sys.argv[1]), load_tokens(sys.argv[2], Path(sys.argv[1]), 3000)
-inside, names = collect_in_sglang(model, tokens.sequences, tp=int(sys.argv[3]))
-outside = collect(load_model(model, "cpu"), tokens.sequences)
+fit = Fitter("position", 4096, 64)
+inside, names, scores = collect_in_sglang(model, tokens.sequences, tp=int(sys.argv[3]), fit=fit)
+loaded = load_model(model, "cpu")
+outside = collect(loaded, tokens.sequences)
+expected = score(loaded, probe_ids(tokens.sequences, 64), fit(outside), 64)
+gap = max(abs(a / b - 1) for x, y in zip(scores, expected, strict=True) for a, b in zip(x, y))
+assert len(scores) == len(inside) and gap < 0.02, gap
 assert len(inside) == len(outside) and any("qkv_proj" in n for n in names)
 differ = total = 0
 for a, b in zip(inside, outside, strict=True):
@@ -38,6 +45,12 @@ for a, b in zip(inside, outside, strict=True):
         x, y = getattr(a, field), getattr(b, field)
         gap = float((x - y).norm() / y.norm())
         assert gap < 1e-3, (field, gap)
+    assert a.before.rope == b.before.rope and any(a.before.rope.theta)
+    assert (a.before.held_positions == b.before.held_positions).all()
+    for field in ("k_mean", "ktk", "qtq"):
+        x, y = getattr(a.before, field), getattr(b.before, field)
+        gap = float((x - y).norm() / y.norm())
+        assert gap < 1e-3, ("before", field, gap)
     spec = CODECS["feedback"]
     p, r = (fit_layer(m, "feedback").params for m in (a, b))
     for code, held, m, n in (

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import family
 
 from oscar_sglang.calibration.data import Tokens
 from oscar_sglang.calibration.fit import LayerFit
+from oscar_sglang.calibration.pipeline import calibrate_codecs
 from oscar_sglang.calibration.stats import Moments
-from oscar_sglang.calibration.warn import calibration_warnings, head_similarity
+from oscar_sglang.calibration.warn import UNFIT, calibration_warnings, head_similarity
 
 D = 16
 
@@ -22,9 +25,15 @@ def moments(mean: float = 3.0, axes=(0, 0), spread: bool = True) -> Moments:
     return Moments(100, k_mean, ktk, ktk, qtq, qtq, rows, rows)
 
 
-def warnings(m: Moments, tokens: int = 4096, biased: bool = False, v_error: float = 0.1):
+def warnings(
+    m: Moments,
+    tokens: int = 4096,
+    biased: bool = False,
+    v_error: float = 0.1,
+    logit_error: float = 0.5,
+):
     source = Tokens([torch.zeros(tokens, dtype=torch.int64)], "a file")
-    fit = LayerFit(None, {"v_error": [v_error]})
+    fit = LayerFit(None, None, {"v_error": [v_error], "logit_error": [0.1, logit_error]})
     return calibration_warnings(source, 4096, [m, m], [fit, fit], biased)
 
 
@@ -41,6 +50,11 @@ def test_a_healthy_calibration_has_none():
         (dict(m=moments(), tokens=400), "fewer than 512"),
         (dict(m=moments(), tokens=1000), "only 1000 tokens: at least 2048"),
         (dict(m=moments(), v_error=0.6), "layer 1: V keeps less than half"),
+        (
+            dict(m=moments(), logit_error=1.2),
+            "off by up to 1.2 nats, 1 or more in layers 0, 1 of 2",
+        ),
+        (dict(m=moments(), logit_error=1.6), f"this model is {UNFIT}: logits"),
     ],
 )
 def test_each_warning(found, words):
@@ -51,6 +65,41 @@ def test_outliers_name_biases_only_where_there_are_any():
     m = moments(mean=4, spread=False)
     assert not any("single K" in w and "biases" in w for w in warnings(m))
     assert any("biases of its Q and K projections" in w for w in warnings(m, biased=True))
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """A Qwen2 shape whose K has large biases on two channels that turn fast."""
+    folder = family("qwen2", tmp_path_factory.mktemp("model"), sharp=True, head_dim=64)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        bias = weights[f"model.layers.{layer}.self_attn.k_proj.bias"].view(2, 64)
+        bias[:, 1] += 60
+        bias[:, 2] -= 45
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_biases_that_rope_hides_are_seen(biased):
+    """Relative to K's energy, which the biases hold, the error looks small."""
+    feedback, position = calibrate_codecs(
+        biased, ["feedback", "position"], "random:1500", 1500
+    ).values()
+    for report in feedback.provenance["layers"]:
+        chosen = [report["k_error"][basis][head] for head, basis in enumerate(report["k_basis"])]
+        assert max(chosen) < 0.05
+    found = feedback.provenance["warnings"]
+    assert any(UNFIT in w for w in found)
+    assert any("single K channels" in w and "biases of its Q and K" in w for w in found)
+    assert not any(UNFIT in w for w in position.provenance["warnings"])
+    assert any("logits are off" in w for w in position.provenance["warnings"])
+
+
+def test_a_model_without_such_biases_is_not_suspected(tmp_path):
+    folder = family("qwen2", tmp_path, sharp=True, head_dim=64)
+    made = calibrate_codecs(folder, ["feedback", "position"], "random:1500", 1500)
+    for artifact in made.values():
+        assert not any("logits" in w or "single K" in w for w in artifact.provenance["warnings"])
 
 
 def test_similarity_of_heads():

@@ -37,7 +37,7 @@ DEV void prefetch_rotation(const Args& a) {
 // A producer warp brings tiles of all 8 heads (2 bulk copies of 8 * HB bytes, one more of a page's channels); warp w
 // works on head w. Best when the batch alone fills the GPU: whole runs of DRAM in order.
 #if __CUDA_ARCH__ >= 900 && KV_HEADS % 8 == 0 && PAGED
-constexpr int CTA_STAGES = 3;
+constexpr int CTA_STAGES = K_BITS + V_BITS > 4 ? 2 : 3;         // two CTAs fit a processor
 extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_constant__ Args a) {
   constexpr int SUB = 8 * HB, STAGE = 2 * SUB + 8 * CHANNELS;
   DYNAMIC_SHARED(u8, smem, 128);
@@ -79,6 +79,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
   const int head = head0 + warp;
   float* stash = reinterpret_cast<float*>(smem + CTA_STAGES * STAGE + 64) + warp * COLS * D;
   float2* stash_ml = reinterpret_cast<float2*>(smem + CTA_STAGES * STAGE + 64 + 8 * COLS * D * 4) + warp * COLS;
+  const u32 side = buf + CTA_STAGES * STAGE + 64 + 8 * COLS * (4 * D + 8) + warp * SIDE;
   bool waited = false;
   for (Work work(a, split); work.more();) {
     const Segment s = work.take();
@@ -98,11 +99,11 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
     if (history) {
       Warp w;
       w.begin(a, s, head, first_col);
-      w.begin_history(a, head);
+      w.begin_history(a, head, side);
       auto consume = [&](auto first, int tile) {
         bar_wait(full + st * 8, phase);
         const u32 at = buf + st * STAGE;
-        visit_tile<SUB, decltype(first)::value>(w, a, s, at + warp * HB, at + 2 * SUB + warp * CHANNELS, tile);
+        visit_tile<SUB, decltype(first)::value, 1>(w, a, s, at + warp * HB, at + 2 * SUB + warp * CHANNELS, tile);
         __syncwarp();
         if (lane == 0) bar_arrive(empty + st * 8 + w.stage_read(a));
         if (++st == CTA_STAGES) st = 0, phase ^= 1;
@@ -134,8 +135,9 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
   // a page has more tiles than the pipeline.
   static_assert(META_FORM != CHANNEL || PAGE / TILE > STAGES - 1, "channels overtaken");
   const u32 channels = smem_addr(sm_ml + WARPS * COLS) + warp * 2 * CHANNELS;
+  const u32 side = smem_addr(sm_ml + WARPS * COLS) + warp * SIDE;      // there, too; no codec has both, of one codec or another
 #if PAGED
-  const u32 full = smem_addr(sm_ml + WARPS * COLS) + WARPS * 2 * CHANNELS + warp * STAGES * 8;
+  const u32 full = smem_addr(sm_ml + WARPS * COLS) + WARPS * (2 * CHANNELS + SIDE) + warp * STAGES * 8;
   if (lane == 0) {
     for (int i = 0; i < STAGES; i++) bar_init(full + i * 8, 1);
     bar_init_fence();
@@ -181,7 +183,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
     auto issue = [&](int slot, int i, u32 after) {
       const u8* src = a.blocks + ((i64)(slot >> 4) * HK + head) * HB;
       const u32 dst = buf + issue_st * STAGE + (lane >> 4) * HB + after;
-      UNROLL for (int c = 0; c < D / 32; c++)
+      UNROLL for (int c = 0; c < META / CHUNK; c++)
         copy16(dst + c * CHUNK + (lane & 15) * 16, src + c * CHUNK + (slot & 15) * 16);
 #if META_FORM == CHANNEL                            // whole pages: a block's metadata lie as they are wanted
       if ((lane & 15) < META_BYTES) copy16(dst + META + (lane & 15) * 16, src + META + (lane & 15) * 16);
@@ -217,7 +219,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
     if (n > 0) {
       Warp w;
       w.begin(a, s, head, first_col);
-      w.begin_history(a, head);
+      w.begin_history(a, head, side);
       auto consume = [&](auto first, int i) {
 #if PAGED
         bar_wait(full + st * 8, phase);
@@ -234,7 +236,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(c
         commit_copies();
 #endif
         const int tile = tile0 + i * STRIDE;
-        visit_tile<HB, decltype(first)::value>(w, a, s, buf + st * STAGE, at_channels, tile);
+        visit_tile<HB, decltype(first)::value, STRIDE>(w, a, s, buf + st * STAGE, at_channels, tile);
         if (begins_page(a, tile, i == 0)) at_channels = channels + (at_channels == channels) * CHANNELS;
         if (++st == STAGES) st = 0, phase ^= 1;
       };

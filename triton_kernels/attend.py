@@ -34,7 +34,16 @@ from .plan import (
     plan_size,
     request_chunks,
 )
-from .tile import CHANNEL, PAGE, channel_offset, half_offsets, load_meta, load_row, unpack_codes
+from .tile import (
+    CHANNEL,
+    PAGE,
+    POSITION,
+    channel_offset,
+    half_offsets,
+    load_meta,
+    load_row,
+    unpack_codes,
+)
 from .views import LayerView
 
 _COLUMNS = 16  # of a program
@@ -99,7 +108,7 @@ def _channel_logits(
     folded, unit = _in_fp16(q * tl.load(at).to(tl.float32)[None, :])
     offset = tl.sum(q * tl.load(at + 1).to(tl.float32)[None, :], 1)
     halves = tl.load(blocks + half_offsets(slot, head, 0, CHANNEL, Hk, D), ok[:, None], 0)
-    codes = unpack_codes(halves, TN, D)
+    codes = unpack_codes(halves, TN, 2, D)
     norm, _ = load_meta(blocks, channels, slot, ok, head, 0, CHANNEL, Hk, D)
     products = tl.dot(folded, tl.trans(codes.to(tl.float16))) * unit[:, None]
     return (products + offset[:, None]) * norm[None, :]
@@ -107,16 +116,22 @@ def _channel_logits(
 
 @triton.jit
 def _history_tile(
-    state_m, state_den, acc, q, q16, q_unit, q_sum, blocks, grid, slot, pos, lo_pos, end, head,
-    scale, cap_log2,
+    state_m, state_den, acc, q, q16, q_unit, q_sum, mixed, blocks, grid, turns, slot, pos, lo_pos,
+    end, head, scale, cap_log2,
     CAP: tl.constexpr, FORM: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """TN packed rows. Codes enter the products as they are; step and lo are applied to logits and
     probabilities. q [C, D] float32, scaled by ``scale``; or q16 [C, D] FP16 in [-1, 1], q_unit [C]
-    its scale, q_sum [C] its row sum."""
+    its scale, q_sum [C] its row sum; mixed [C, D] FP16 is C(q) of POSITION."""
     ok = (pos >= lo_pos) & (pos < end)
     if FORM == CHANNEL:
         logits = _channel_logits(q, blocks, grid, slot, ok, head, TN, Hk, D) * scale
+    elif FORM % 8 == POSITION:
+        codes, step, share = load_row(blocks, grid, slot, ok, head, 0, FORM, TN, Hk, D)
+        products = tl.dot(q16, tl.trans(codes.to(tl.float16))) * q_unit[:, None]
+        turn = (pos // 16)[:, None] * D + tl.arange(0, D)[None, :]
+        means = tl.dot(mixed, tl.trans(tl.load(turns + turn, ok[:, None], 0.0))) * scale
+        logits = products * step[None, :] + means * share[None, :]
     else:
         codes, step, lo = load_row(blocks, grid, slot, ok, head, 0, FORM, TN, Hk, D)
         products = tl.dot(q16, tl.trans(codes.to(tl.float16)))
@@ -133,13 +148,14 @@ def _history_tile(
 
 @triton.jit
 def _attend_kernel(
-    o, ml, plan, q, blocks, grid, sink_k, sink_v, ring_k, ring_v, req_to_token, stride_req,
-    n_sink, n_recent, scale, cap_log2, columns,
+    o, ml, plan, q, q_half, blocks, grid, turns, sink_k, sink_v, ring_k, ring_v, req_to_token,
+    stride_req, n_sink, n_recent, scale, cap_log2, columns,
     CAP: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr,
     Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     # 16 tokens from a multiple of 16 lie in one page, 32 may not.
     TN: tl.constexpr = 16 if FORM == CHANNEL else TILE_TOKENS
+    WIDTH: tl.constexpr = D * 3 // 2 if FORM % 8 == POSITION else D  # ``LayerView.query_width``
     split = tl.program_id(0)
     head = tl.program_id(1)
     col = tl.program_id(2) * C + tl.arange(0, C)
@@ -163,7 +179,8 @@ def _attend_kernel(
             q_index = col // G
             have = q_index < q_len
             q_at = (q_start + q_index).to(tl.int64) * (Hk * G) + head * G + col % G
-            qf = tl.load(q + q_at[:, None] * D + cols[None, :], have[:, None], 0.0).to(tl.float32)
+            qf = tl.load(q + q_at[:, None] * WIDTH + cols[None, :], have[:, None], 0.0)
+            qf = qf.to(tl.float32)
             q_pos = seq_len - q_len + q_index
             m = tl.full([C], _EMPTY, tl.float32)
             den = tl.zeros([C], tl.float32)
@@ -188,6 +205,10 @@ def _attend_kernel(
                     )  # fmt: skip
             q16, q_unit = _in_fp16(qf)
             q_sum = tl.sum(q16.to(tl.float32), 1)
+            mixed = q16
+            if FORM % 8 == POSITION:
+                beside = (q_at * (2 * WIDTH) + 2 * D)[:, None] + cols[None, :]
+                mixed = tl.load(q_half + beside, have[:, None], 0.0)
             tiles_from = origin + window_chunks * WINDOW_COST
             base = n_sink // 16 * 16
             for tile in range(tl.maximum(line - tiles_from, 0), stop - tiles_from):
@@ -197,8 +218,8 @@ def _attend_kernel(
                     at = row * stride_req + pos
                     slot = tl.load(req_to_token + at, inside, 0).to(tl.int64)
                     m, den, acc = _history_tile(
-                        m, den, acc, qf, q16, q_unit * scale, q_sum, blocks, grid, slot, pos,
-                        n_sink, hist_end, head, scale, cap_log2, CAP, FORM, TN, Hk, D,
+                        m, den, acc, qf, q16, q_unit * scale, q_sum, mixed, blocks, grid, turns,
+                        slot, pos, n_sink, hist_end, head, scale, cap_log2, CAP, FORM, TN, Hk, D,
                     )  # fmt: skip
             part = (((split + b).to(tl.int64) * Hk) + head) * columns + col
             tl.store(o + part[:, None] * D + cols[None, :], acc, have[:, None])
@@ -255,15 +276,18 @@ def attend(
 ) -> None:
     """Partial attention of every split of ``part.plan`` (``plan.plan_attend``).
 
-    q_rot         [T, H, D]          contiguous, rotated, any float dtype
+    q_rot         [T, H, D]          contiguous, rotated, any float dtype; of ``position`` what
+                                     ``store`` leaves in a ``views.query_buffer``
     req_to_token  [R, max_context]   int32
     """
-    kv_heads, dim = view.kv_heads, view.head_dim
+    kv_heads, dim, means = view.kv_heads, view.head_dim, view.means
+    assert q_rot.shape[2] == view.query_width
     group = q_rot.shape[1] // kv_heads
     log2e = math.log2(math.e)
     grid = (part.splits, kv_heads, triton.cdiv(part.columns, _COLUMNS))
     _attend_kernel[grid](
-        part.o, part.ml, part.plan, q_rot, view.blocks.view(torch.uint16), view.grid,
+        part.o, part.ml, part.plan, q_rot, q_rot if means is None else q_rot.view(torch.float16),
+        view.blocks.view(torch.uint16), view.grid, q_rot if means is None else means.turns,
         view.sink_k, view.sink_v, view.ring_k, view.ring_v,
         req_to_token, req_to_token.stride(0), view.windows.n_sink, view.windows.n_recent,
         scale * log2e, logit_cap * log2e, part.columns,

@@ -44,8 +44,8 @@ class RangeRule:
 
 
 class Rows(NamedTuple):
-    """Encoded K or V rows: packed [..., D/4] uint8 and the codec's metadata, [..., 2] float16
-    (step, lo), [..., 2] uint8 (the same, ``codec_compact``) or [..., 1] float16 (scale)."""
+    """Encoded K or V rows: packed [..., D bits / 8] uint8 and the codec's metadata, [..., 2]
+    float16 (step, lo), [..., 2] uint8 (bytes for these) or [..., 1] float16 (scale)."""
 
     packed: torch.Tensor
     meta: torch.Tensor
@@ -58,8 +58,9 @@ def rotate(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     return torch.einsum("tkgd,kde->tkge", grouped, r.double()).reshape(t, n, d).float()
 
 
-def value_range(y: torch.Tensor, rule: RangeRule) -> torch.Tensor:
-    """Range of each row: y [..., D] float32 -> meta [..., 2] float16 (step, lo), or [..., 1]."""
+def value_range(y: torch.Tensor, rule: RangeRule, levels: int = LEVELS) -> torch.Tensor:
+    """Range of each row: y [..., D] float32 -> meta [..., 2] float16 (step, lo), or [..., 1].
+    ``levels``: the largest code."""
     if rule.kind == "rms":
         return to_half(y.square().mean(-1, keepdim=True).sqrt() * rule.ratio)
     if rule.kind == "shrink":
@@ -72,7 +73,7 @@ def value_range(y: torch.Tensor, rule: RangeRule) -> torch.Tensor:
         low, high = y.clamp(-tau, tau).aminmax(dim=-1)
     else:
         raise ValueError(f"unknown range rule {rule.kind!r}")
-    return to_half(torch.stack([(high - low) / LEVELS, low], dim=-1))
+    return to_half(torch.stack([(high - low) / levels, low], dim=-1))
 
 
 def to_half(meta: torch.Tensor) -> torch.Tensor:
@@ -80,8 +81,8 @@ def to_half(meta: torch.Tensor) -> torch.Tensor:
     return meta.clamp(-FP16_MAX, FP16_MAX).half()
 
 
-def _round(w: torch.Tensor, inv_step: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-    return ((w - lo) * inv_step).round().clamp(0, LEVELS)
+def _round(w: torch.Tensor, inv_step: torch.Tensor, lo: torch.Tensor, levels: int) -> torch.Tensor:
+    return ((w - lo) * inv_step).round().clamp(0, levels)
 
 
 def _affine(meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,19 +91,21 @@ def _affine(meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return step, lo, inv
 
 
-def round_codes(y: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+def round_codes(y: torch.Tensor, meta: torch.Tensor, levels: int = LEVELS) -> torch.Tensor:
     """Nearest codes: y [..., D] f32, meta [..., 2] any float -> uint8 [..., D]."""
     _, lo, inv = _affine(meta)
-    return _round(y, inv[..., None], lo[..., None]).to(torch.uint8)
+    return _round(y, inv[..., None], lo[..., None], levels).to(torch.uint8)
 
 
-def feedback_codes(y: torch.Tensor, meta: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def feedback_codes(
+    y: torch.Tensor, meta: torch.Tensor, factor: torch.Tensor, levels: int = LEVELS
+) -> torch.Tensor:
     """Codes by error feedback along D: y [T, Hk, D] f32, factor [Hk, D, D] -> uint8 [T, Hk, D]."""
     step, lo, inv = _affine(meta)
     w = y.clone()
     codes = torch.empty_like(y, dtype=torch.uint8)
     for j in range(y.shape[-1]):
-        code = _round(w[..., j], inv, lo)
+        code = _round(w[..., j], inv, lo, levels)
         codes[..., j] = code.to(torch.uint8)
         error = w[..., j] - (code * step + lo)
         w[..., j + 1 :] -= error[..., None] * factor[:, j, j + 1 :]
@@ -115,18 +118,19 @@ def decode(codes: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     return codes.float().mul_(step[..., None]).add_(lo[..., None])
 
 
-def _plane_shifts(device) -> torch.Tensor:
-    return torch.arange(0, 16, BITS, device=device, dtype=torch.int32).view(8, 1)
+def _plane_shifts(bits: int, device) -> torch.Tensor:
+    return torch.arange(0, 16, bits, device=device, dtype=torch.int32).unsqueeze(-1)
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., D] in 0..3 -> uint8 [..., D/4], order as in ``layout``."""
-    planes = codes.unflatten(-1, (8, -1)).to(torch.int32)  # [..., 8, D/8]
-    halves = (planes << _plane_shifts(codes.device)).sum(-2, dtype=torch.int32)
+def pack(codes: torch.Tensor, bits: int = BITS) -> torch.Tensor:
+    """codes [..., D] below 2^bits -> uint8 [..., D bits / 8], order as in ``layout``."""
+    planes = codes.unflatten(-1, (16 // bits, -1)).to(torch.int32)
+    halves = (planes << _plane_shifts(bits, codes.device)).sum(-2, dtype=torch.int32)
     return halves.to(torch.int16).view(torch.uint8)
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., D/4] -> codes int16 [..., D]."""
-    halves = packed.view(torch.int16).unsqueeze(-2)  # [..., 1, D/8]
-    return ((halves >> _plane_shifts(packed.device).to(torch.int16)) & LEVELS).flatten(-2)
+def unpack(packed: torch.Tensor, bits: int = BITS) -> torch.Tensor:
+    """uint8 [..., D bits / 8] -> codes int16 [..., D]."""
+    halves = packed.view(torch.int16).unsqueeze(-2)
+    shifts = _plane_shifts(bits, packed.device).to(torch.int16)
+    return ((halves >> shifts) & (2**bits - 1)).flatten(-2)

@@ -17,19 +17,23 @@ STEPS = 256
 GRID_SHAPE = (2, 3)  # of a KV head: K and V
 
 
-def encode_meta(meta: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def encode_meta(
+    meta: torch.Tensor, grid: torch.Tensor, per_octave: int = PER_OCTAVE
+) -> torch.Tensor:
     """meta [T, Hk, 2] (step, lo) -> bytes [T, Hk, 2] uint8."""
     step, lo = meta.float().unbind(-1)
     step_log2, lo_first, lo_step = grid.unbind(-1)
     tiny = torch.finfo(torch.float32).tiny
-    octaves = (step.clamp_min(tiny).log2() - step_log2) * PER_OCTAVE
+    octaves = (step.clamp_min(tiny).log2() - step_log2) * per_octave
     offset = (lo - lo_first) / lo_step
     return torch.stack([octaves, offset], -1).round().clamp(0, STEPS - 1).to(torch.uint8)
 
 
-def decode_meta(packed: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def decode_meta(
+    packed: torch.Tensor, grid: torch.Tensor, per_octave: int = PER_OCTAVE
+) -> torch.Tensor:
     """bytes [T, Hk, 2] uint8 -> (step, lo) [T, Hk, 2] float32."""
     octaves, offset = packed.float().unbind(-1)
     step_log2, lo_first, lo_step = grid.unbind(-1)
-    step = torch.exp2(step_log2 + octaves / PER_OCTAVE)
+    step = torch.exp2(step_log2 + octaves / per_octave)
     return torch.stack([step, lo_first + offset * lo_step], -1)

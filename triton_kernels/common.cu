@@ -1,7 +1,8 @@
 // What the CUDA kernels share: types, the block layout, instructions. Put before each of them by
 // driver.py; compiled at run time for one shape, without headers, so without a toolkit:
 // HEAD_DIM (64, 128), KV_HEADS, GROUP (query heads per KV head), WINDOW_BF16 (the model's dtype is
-// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS).
+// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS), K_BITS, V_BITS (of a code; 2, or 4 of
+// POSITION).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -18,11 +19,15 @@ typedef long long i64;
 #define COMPACT 1
 #define SCALE 2
 #define CHANNEL 3
+#define POSITION 4
 
 constexpr int D = HEAD_DIM, HK = KV_HEADS, G = GROUP;
 constexpr int NJ = D / 16;              // 16-channel tiles of a row
+constexpr int Q_ROW = META_FORM == POSITION ? D * 3 / 2 : D;   // floats of a query row: D rotated channels (, C(q): D in FP16)
 constexpr int CHUNK = 256;              // bytes of one 16-byte chunk of 16 tokens
-constexpr int META = 8 * D;             // offset of the metadata in a head's block
+constexpr int V_CODES = 2 * D * K_BITS; // offset of V's codes in a head's block
+constexpr int META = V_CODES + 2 * D * V_BITS;            // of the metadata
+constexpr int K_LEVELS = (1 << K_BITS) - 1, V_LEVELS = (1 << V_BITS) - 1;   // the largest codes
 constexpr int META_BYTES = META_FORM == AFFINE ? 8 : META_FORM == CHANNEL ? 6 : 4;   // of a token: K's and V's
 constexpr int HB = META + 16 * META_BYTES;                // bytes of one head of one block
 constexpr int TILE = 32;                // tokens of a history tile: two blocks
@@ -57,6 +62,17 @@ DEV u32 lds32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+DEV uint4 lds128(u32 a) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
+  return v;
+}
+DEV void sts64(u32 a, u32 x, u32 y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory");
+}
+DEV void sts128(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
 DEV u32 transpose8x8(u32 a) {
   u32 d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
@@ -67,6 +83,12 @@ DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEV void mma_from(float (&d)[4], const float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 DEV void mma_window(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if WINDOW_BF16

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .tile import FORMS
 from .views import LayerView
 
 HEAD_DIMS = (64, 128)
@@ -18,7 +19,9 @@ def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
         ("KV_HEADS", view.kv_heads),
         ("GROUP", heads // view.kv_heads),
         ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
-        ("META_FORM", view.form),
+        ("META_FORM", FORMS[view.spec.meta]),
+        ("K_BITS", view.spec.k_bits),
+        ("V_BITS", view.spec.v_bits),
     )
 
 
@@ -59,12 +62,38 @@ def code_defines(view: LayerView) -> tuple[tuple[str, int], ...]:
     )
 
 
+class MeanArgs(ctypes.Structure):
+    """``MeanArgs`` of rows.cu; empty but for codec ``position``."""
+
+    _fields_ = [
+        ("shares", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("stride_k", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "positions", "turns", "lift", "mix", "partner", "units", "metric",
+        )),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, view: LayerView, shares=None, k=None, positions=None) -> MeanArgs:
+        """For fresh keys k [T, Hk, D] of the model at ``positions`` [T] int64, or their ``shares``
+        [T, Hk] float32 alone."""
+        m = view.means
+        if m is None:
+            return cls()
+        tensors = (positions, m.turns, m.lift, m.mix, m.partner, m.units, m.metric)
+        stride = 0 if k is None else k.stride(0)
+        return cls(pointer(shares), pointer(k), stride, *(pointer(x) for x in tensors))
+
+
 class Fresh(NamedTuple):
     """Rotated rows whose codes are still to be written.
 
-    kv_rot  [2, T, Hk, D] float32, K then V
+    kv_rot  [2, T, Hk, D] float32, K then V; codec ``position``: [3, ...], then its rows of lift
     slots   [T] int64
+    shares  [T, Hk] float32  of the mean, of codec ``position``
     """
 
     kv_rot: torch.Tensor
     slots: torch.Tensor
+    shares: torch.Tensor | None

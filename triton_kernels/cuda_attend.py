@@ -19,7 +19,15 @@ import torch
 
 from . import codec_omni, nvrtc, plan
 from .attend import Partials
-from .cuda_args import HEAD_DIMS, CodeArgs, Fresh, code_defines, pointer, shape_defines
+from .cuda_args import (
+    HEAD_DIMS,
+    CodeArgs,
+    Fresh,
+    MeanArgs,
+    code_defines,
+    pointer,
+    shape_defines,
+)
 from .driver import Kernel, module, overlaps
 from .layout import BLOCK, HistoryLayout
 from .views import LayerView
@@ -41,6 +49,7 @@ class _Args(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale_log2", "cap_log2")),
         *((name, ctypes.c_void_p) for name in ("grid", "channels")),
         ("zero", ctypes.c_int),
+        ("turns", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -52,6 +61,7 @@ class _MergeArgs(ctypes.Structure):
         ),
         ("codes", CodeArgs),
         *((name, ctypes.c_int) for name in ("columns", "max_q", "tokens", "slices", "fresh")),
+        ("mean", MeanArgs),
     ]
 
 
@@ -66,13 +76,24 @@ class Form:
     stages: int = 4
     min_ctas: int = 4
 
-    def shared_bytes(self, dim: int, head_block: int, channels: int) -> int:
-        """Dynamic shared memory; ``head_block``, ``channels``: bytes of one head of one block, of
-        the channels of one page."""
+    def stages_of(self, layout: HistoryLayout) -> int:
+        """Tiles of a pipeline: fewer where they are larger, so that as many CTAs fit."""
+        bits = layout.k_bits + layout.v_bits
         if self.kernel == "attend_cta":
-            return 3 * 8 * (2 * head_block + channels) + 64 + 8 * _COLUMNS * (4 * dim + 8)
-        pipeline = self.warps * (self.stages * (2 * head_block + 8) + 2 * channels)
-        return pipeline + self.warps * _COLUMNS * (4 * dim + 8)
+            return 3 if bits == 4 else 2  # CTA_STAGES
+        return min(self.stages, {4: self.stages, 6: 3, 8: 2}[bits])
+
+    def shared_bytes(self, layout: HistoryLayout, means: bool) -> int:
+        """Dynamic shared memory."""
+        dim, tile, stages = layout.head_dim, 2 * layout.block_bytes, self.stages_of(layout)
+        channels = layout.channel_bytes // layout.kv_heads  # of a page and head
+        side = 512 * means  # of a warp: warp.cu's SIDE
+        if self.kernel == "attend_cta":
+            if means and layout.k_bits + layout.v_bits < 8:
+                side += 16 * dim
+            return stages * 8 * (tile + channels) + 64 + 8 * (_COLUMNS * (4 * dim + 8) + side)
+        pipeline = stages * (tile + 8) + 2 * channels
+        return self.warps * (pipeline + _COLUMNS * (4 * dim + 8) + side)
 
     @property
     def threads(self) -> int:
@@ -112,18 +133,18 @@ def choose_form(
 
 @functools.cache
 def _attend_kernel(
-    form: Form, shape: tuple, cap: bool, dim: int, head_block: int, channels: int, device: int
+    form: Form, shape: tuple, cap: bool, layout: HistoryLayout, means: bool, device: int
 ) -> Kernel:
     defines = (
         *shape,
         ("SOFT_CAP", int(cap)),
         ("PAGED", int(form.paged)),
         ("WIN_COST", plan.WINDOW_COST.value),
-        *((("WARPS", form.warps), ("STAGES", form.stages), ("MIN_CTAS", form.min_ctas))
+        *((("WARPS", form.warps), ("STAGES", form.stages_of(layout)), ("MIN_CTAS", form.min_ctas))
           if form.kernel == "attend_warp" else ()),
     )  # fmt: skip
     code = module(ATTEND_FILES, defines, device)
-    shared = form.shared_bytes(dim, head_block, channels)
+    shared = form.shared_bytes(layout, means)
     return Kernel(code, form.kernel, form.threads, shared, overlaps(device))
 
 
@@ -146,8 +167,9 @@ def attend(
     scale: float,
     logit_cap: float = 0.0,
 ) -> None:
-    """``attend.attend`` for q_rot [T, H, D] float32; ``form.splits`` must be the plan's."""
+    """``attend.attend``; ``form.splits`` must be the plan's."""
     assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
+    assert q_rot.shape[2] == view.query_width
     assert req_to_token.dtype == torch.int32 and form.splits == part.splits
     layout = view.spec.layout(view.kv_heads, view.head_dim)
     assert has_layout(layout)
@@ -155,17 +177,16 @@ def attend(
     longest_q = part.columns * view.kv_heads // q_rot.shape[1]
     assert view.spec.block == 1 or view.windows.n_recent >= view.spec.block + longest_q - 1
     shape = shape_defines(view, q_rot.shape[1])
-    kernel = _attend_kernel(
-        form, shape, logit_cap > 0, view.head_dim, layout.block_bytes,
-        layout.channel_bytes // view.kv_heads, q_rot.device.index,
-    )  # fmt: skip
+    means = view.means is not None
+    kernel = _attend_kernel(form, shape, logit_cap > 0, layout, means, q_rot.device.index)
     log2e = math.log2(math.e)
     args = _Args(
         *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),
         view.params.r_v.data_ptr(),
         req_to_token.stride(0), part.batch, view.windows.n_sink,
         view.windows.n_recent, part.columns,
-        scale * log2e, logit_cap * log2e, view.grid.data_ptr(), pointer(view.channels),
+        scale * log2e, logit_cap * log2e, view.grid.data_ptr(), pointer(view.channels), 0,
+        pointer(view.means and view.means.turns),
     )  # fmt: skip
     tiles = math.ceil(part.columns / _COLUMNS)
     heads = view.kv_heads
@@ -197,14 +218,18 @@ def merge(
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count
     rows = merge_rows(tokens, heads, group, sms)
     defines = shape_defines(view, out.shape[1]) + code_defines(view) + (("MERGE_ROWS", rows),)
-    shared = 4 * view.head_dim**2 if fresh and view.spec.k_feedback else 0
+    dim = view.head_dim
+    shared = 4 * dim**2 if fresh and view.spec.k_feedback else 0
+    if fresh and view.means is not None:  # 8 rows, and the same in FP16
+        shared += 8 * (4 * dim + 2 * (dim + 32))
     kernel = _merge_kernel(defines, shared, out.device.index)
     slices = math.ceil(group / rows)
-    kv_rot, slots = fresh or (None, None)
+    kv_rot, slots, shares = fresh or (None, None, None)
     args = _MergeArgs(
         out.data_ptr(), pointer(lse), part.o.data_ptr(), part.ml.data_ptr(), part.plan.data_ptr(),
         view.params.r_v.data_ptr(), pointer(kv_rot), pointer(slots), CodeArgs.of(view),
         part.columns, max_q, tokens, slices, len(slots) if fresh else 0,
+        MeanArgs.of(view, shares),
     )  # fmt: skip
     share = max(1, 4 * sms // (heads * slices))
     kernel((min(tokens, share), heads, slices + 2 * bool(fresh)), args, _stream(out.device))

@@ -17,7 +17,7 @@ from .cuda_args import Fresh
 from .merge import merge as portable_merge
 from .plan import plan_attend
 from .store import store
-from .views import LayerView, TokenBatch
+from .views import LayerView, TokenBatch, query_buffer
 
 # Tokens up to which codes are written beside merge: latency counts there. With more, store fills
 # the device by itself and merge needs all of it (measured on an H200: 8 gain 6%, 32 lose 2%).
@@ -120,7 +120,7 @@ class DecodeStep:
         logit_cap: float = 0.0,
     ) -> torch.Tensor:
         """``store.store`` of one layer's fresh rows and attention over everything stored."""
-        q_rot = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        q_rot = query_buffer(view, len(q), q.shape[1])
         fresh = None
         few = len(q) <= _ENCODE_IN_MERGE
         if few and self._owner.cuda and cuda_store.supported(view, tokens, q, k, v, q_rot):
@@ -141,7 +141,7 @@ class DecodeStep:
         scale: float,
         logit_cap: float = 0.0,
     ) -> torch.Tensor:
-        """Attention of q_rot [T, H, D] float32 over everything stored, fresh tokens included.
+        """Attention of q_rot (``views.query_buffer``) over everything stored, fresh tokens too.
 
         out [T, H, D] model dtype and basis; lse [T, H] float32 natural log, optional; ``fresh``
         of ``cuda_store.rotate`` is encoded on the way.

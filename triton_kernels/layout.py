@@ -9,24 +9,27 @@ Shape letters used throughout the project:
 History block. One block holds ``BLOCK`` consecutive slots; a layer is one tensor
 ``[num_blocks, Hk, block_bytes]`` of uint8 and a slot is ``(slot // BLOCK, slot % BLOCK)``::
 
-    one head of one block:  [K chunks | V chunks][BLOCK tokens][chunk_bytes]   codes
-                            [BLOCK tokens][k_meta + v_meta]                    metadata
+    one head of one block:  [K chunks][BLOCK tokens][k_chunk_bytes]    codes of K
+                            [V chunks][BLOCK tokens][v_chunk_bytes]    codes of V
+                            [BLOCK tokens][k_meta + v_meta]            metadata
 
 Metadata of a row are numbers of one width, K's before V's: (step, lo) in 16 or in 8 bits, or one
 16-bit scale, as the codec says (``codec.CodecSpec``). A block codec keeps besides, per ``block``
 consecutive slots (a page) and KV head, step and lo of each of K's D channels in FP16.
 
-A row of D codes is D/8 16-bit halves; half ``i`` holds channels ``i + (D/8) * j`` in bits
-``2j, 2j+1``. ANDing a half with ``3 << 2j`` leaves a denormal FP16 number, which is how the
-CUDA kernel feeds codes to the tensor cores without converting them.
+A row of D codes of b bits is D b / 16 16-bit halves; half ``i`` holds channels ``i + (D b / 16) j``
+in bits ``b j .. b j + b - 1``. ANDing a half with ``3 << 2j`` leaves a denormal FP16 number, which
+is how the CUDA kernel feeds codes to the tensor cores without converting them. K and V of a layer
+have 2 or 4 bits each; where they differ between layers so do the blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK = 16
 BITS = 2
+WIDTHS = (2, 4)  # bits a K or V of a layer may have
 MAX_CHUNK_BYTES = 16
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -50,8 +53,12 @@ class HistoryLayout:
     v_meta: int = 2
     meta_bytes: int = 2
     block: int = 1
+    k_bits: int = BITS
+    v_bits: int = BITS
 
     def __post_init__(self) -> None:
+        if not {self.k_bits, self.v_bits} <= set(WIDTHS):
+            raise ValueError(f"K and V have 2 or 4 bits, got {self.k_bits} and {self.v_bits}")
         if self.head_dim not in SUPPORTED_HEAD_DIMS:
             raise ValueError(
                 f"head_dim {self.head_dim} has no 2-bit layout; supported: "
@@ -65,18 +72,21 @@ class HistoryLayout:
             raise ValueError(f"metadata must fill 16-bit halves, got {self}")
 
     @property
-    def row_bytes(self) -> int:
-        """Code bytes of one K (or V) row."""
-        return self.head_dim * BITS // 8
+    def k_row_bytes(self) -> int:
+        """Code bytes of one K row."""
+        return self.head_dim * self.k_bits // 8
 
     @property
-    def chunk_bytes(self) -> int:
-        return min(MAX_CHUNK_BYTES, self.row_bytes)
+    def v_row_bytes(self) -> int:
+        return self.head_dim * self.v_bits // 8
 
     @property
-    def chunks(self) -> int:
-        """Chunks of one K (or V) row."""
-        return self.row_bytes // self.chunk_bytes
+    def k_chunk_bytes(self) -> int:
+        return min(MAX_CHUNK_BYTES, self.k_row_bytes)
+
+    @property
+    def v_chunk_bytes(self) -> int:
+        return min(MAX_CHUNK_BYTES, self.v_row_bytes)
 
     @property
     def meta_fields(self) -> int:
@@ -85,7 +95,7 @@ class HistoryLayout:
     @property
     def code_bytes_per_block(self) -> int:
         """Code bytes of one head of one block; metadata starts here."""
-        return 2 * self.row_bytes * BLOCK
+        return (self.k_row_bytes + self.v_row_bytes) * BLOCK
 
     @property
     def block_bytes(self) -> int:
@@ -98,15 +108,18 @@ class HistoryLayout:
         return self.kv_heads * self.head_dim * 4 if self.block > 1 else 0
 
     @property
+    def _row_bytes(self) -> int:
+        """One K and one V row of a head, metadata included."""
+        return self.k_row_bytes + self.v_row_bytes + self.meta_fields * self.meta_bytes
+
+    @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot in one layer, K and V, all KV heads, metadata included (rounded up)."""
-        row = 2 * self.row_bytes + self.meta_fields * self.meta_bytes
-        return self.kv_heads * row + _ceil_div(self.channel_bytes, self.block)
+        return self.kv_heads * self._row_bytes + _ceil_div(self.channel_bytes, self.block)
 
     @property
     def bits_per_element(self) -> float:
-        row = 2 * self.row_bytes + self.meta_fields * self.meta_bytes
-        total = self.kv_heads * row + self.channel_bytes / self.block
+        total = self.kv_heads * self._row_bytes + self.channel_bytes / self.block
         return 8 * total / (2 * self.kv_heads * self.head_dim)
 
     def num_blocks(self, num_slots: int) -> int:
@@ -135,8 +148,10 @@ class MemoryPlan:
     """What one rank allocates for the KV cache, in bytes, part by part.
 
     ``itemsize`` is that of a window element (the model's dtype), ``scratch_itemsize`` that of a
-    materialised row. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
-    device for one KV head; ``workspace_bytes`` are the kernels' own static buffers.
+    materialised row. ``widths``: (k_bits, v_bits) of each layer; empty where all layers are
+    ``history``. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
+    device for one KV head, ``table_bytes`` what it keeps for all layers; ``workspace_bytes`` are
+    the kernels' own static buffers.
     """
 
     layers: int
@@ -149,11 +164,29 @@ class MemoryPlan:
     scratch_itemsize: int = 4
     codec_floats: int = 0
     workspace_bytes: int = 0
+    widths: tuple[tuple[int, int], ...] = ()
+    table_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.widths and len(self.widths) != self.layers:
+            raise ValueError(f"widths of {len(self.widths)} layers, expected {self.layers}")
+
+    @property
+    def layouts(self) -> list[HistoryLayout]:
+        """Of each layer."""
+        if not self.widths:
+            return [self.history] * self.layers
+        return [replace(self.history, k_bits=k, v_bits=v) for k, v in self.widths]
 
     @property
     def bytes_per_token(self) -> int:
         """Marginal cost of one more slot, all layers."""
-        return self.layers * self.history.bytes_per_slot
+        return sum(h.bytes_per_slot for h in self.layouts)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Of history, mean over the layers."""
+        return sum(h.bits_per_element for h in self.layouts) / self.layers
 
     @property
     def bf16_bytes_per_token(self) -> int:
@@ -166,9 +199,11 @@ class MemoryPlan:
         return self.history.kv_heads * 2 * self.history.head_dim * self.itemsize
 
     def history_bytes(self, num_slots: int) -> int:
-        h = self.history
-        rows = h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
-        return self.layers * (rows + _ceil_div(num_slots, h.block) * h.channel_bytes)
+        return sum(
+            h.num_blocks(num_slots) * h.kv_heads * h.block_bytes
+            + _ceil_div(num_slots, h.block) * h.channel_bytes
+            for h in self.layouts
+        )
 
     @property
     def window_bytes(self) -> int:
@@ -185,7 +220,7 @@ class MemoryPlan:
 
     @property
     def codec_bytes(self) -> int:
-        return self.layers * self.history.kv_heads * self.codec_floats * 4
+        return self.layers * self.history.kv_heads * self.codec_floats * 4 + self.table_bytes
 
     @property
     def fixed_bytes(self) -> int:

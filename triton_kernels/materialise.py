@@ -6,18 +6,43 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import load_row
+from .tile import POSITION, load_row, mean_rows
 from .views import LayerView
 
 
 @triton.jit
-def _decode_row(
-    blocks, slot, ok, head, KV: tl.constexpr, grid, FORM: tl.constexpr,
+def decode_rows(
+    blocks, slot, ok, head, KV: tl.constexpr, grid, mean, FORM: tl.constexpr,
     TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]."""
+    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]. ``mean``: w A [TB, D]
+    of POSITION's keys, else not read."""
     values, step, lo = load_row(blocks, grid, slot, ok, head, KV, FORM, TB, Hk, D)
-    return values * step[:, None] + lo[:, None]
+    if KV == 0 and FORM % 8 == POSITION:
+        y = values * step[:, None] + lo[:, None] * mean
+    else:
+        y = values * step[:, None] + lo[:, None]
+    return y
+
+
+@triton.jit
+def _mean_kernel(
+    out, turns, lift, units, starts, indptr, B, tiles,
+    BB: tl.constexpr, TN: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """w A [tiles, Hk, D] of the tiles of positions that some request asks for."""
+    first = tl.program_id(0) * TN
+    head = tl.program_id(1)
+    b = tl.arange(0, BB)
+    start = tl.load(starts + b, b < B, 0).to(tl.int64)
+    n = (tl.load(indptr + b + 1, b < B, 0) - tl.load(indptr + b, b < B, 0)).to(tl.int64)
+    asked = (n > 0) & (start < (first + TN) * 16) & (start + n > first * 16)
+    if tl.max(asked.to(tl.int32), 0) > 0:
+        tile = first + tl.arange(0, TN)
+        ok = tile < tiles
+        y = mean_rows(turns, lift, units, tile, ok, head, TN, D)
+        at = (tile.to(tl.int64) * Hk + head)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(out + at, y, ok[:, None])
 
 
 @triton.jit
@@ -30,7 +55,7 @@ def _copy_tile(src, src_at, dst, dst_at, ok, Hk: tl.constexpr, D: tl.constexpr, 
 @triton.jit
 def _materialise_kernel(
     out_k, out_v, rows, starts, indptr, hist_end, req_to_token, stride_req,
-    blocks, grid, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
+    blocks, grid, means, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
@@ -50,9 +75,13 @@ def _materialise_kernel(
         if tl.max(history.to(tl.int32), 0) > 0:
             slot = tl.load(req_to_token + row * stride_req + pos, history, 0).to(tl.int64)
             cols = tl.arange(0, D)[None, :]
-            k = _decode_row(blocks, slot, history, head, 0, grid, FORM, TB, Hk, D)
+            mean = 0.0
+            if FORM % 8 == POSITION:
+                at = ((pos // 16 * Hk + head) * D)[:, None] + cols
+                mean = tl.load(means + at, history[:, None], 0.0)
+            k = decode_rows(blocks, slot, history, head, 0, grid, mean, FORM, TB, Hk, D)
             tl.store(out_k + dst[:, None] + cols, k.to(out_k.dtype.element_ty), history[:, None])
-            v = _decode_row(blocks, slot, history, head, 1, grid, FORM, TB, Hk, D)
+            v = decode_rows(blocks, slot, history, head, 1, grid, mean, FORM, TB, Hk, D)
             tl.store(out_v + dst[:, None] + cols, v.to(out_v.dtype.element_ty), history[:, None])
         if tl.max((ok & (history == 0)).to(tl.int32), 0) > 0:
             sink_at = row * n_sink + pos
@@ -85,11 +114,25 @@ def materialise(
     """
     if max_len <= 0 or len(rows) == 0:
         return
-    tile = 32
-    grid = (triton.cdiv(max_len, tile), len(rows), view.kv_heads)
+    tile, kv_heads, dim = 32, view.kv_heads, view.head_dim
+    means = view.blocks if view.means is None else _means(view, starts, indptr)
+    grid = (triton.cdiv(max_len, tile), len(rows), kv_heads)
     _materialise_kernel[grid](
         out_k, out_v, rows, starts, indptr, hist_end, req_to_token, req_to_token.stride(0),
-        view.blocks.view(torch.uint16), view.grid, view.sink_k, view.sink_v, view.ring_k,
+        view.blocks.view(torch.uint16), view.grid, means, view.sink_k, view.sink_v, view.ring_k,
         view.ring_v, view.windows.n_sink, view.windows.n_recent,
-        view.form, tile, view.kv_heads, view.head_dim, num_warps=4,
+        view.form, tile, kv_heads, dim, num_warps=4,
     )  # fmt: skip
+
+
+def _means(view: LayerView, starts: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """w A [tiles, Hk, D] float32 of what is about to be materialised (``_mean_kernel``)."""
+    m, block = view.means, 64
+    tiles, dim = m.turns.shape
+    out = torch.empty((tiles, view.kv_heads, dim), dtype=torch.float32, device=starts.device)
+    grid = (triton.cdiv(tiles, block), view.kv_heads)
+    _mean_kernel[grid](
+        out, m.turns, m.lift, m.units, starts, indptr, len(starts), tiles,
+        triton.next_power_of_2(len(starts)), block, view.kv_heads, dim, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -12,10 +12,11 @@ struct MergeArgs {
   const float2* ml;      // [splits + B, HK, columns]
   const int* plan;
   const float* r_v;      // [HK, D, D]
-  const float* kv_rot;   // [2, fresh, HK, D] of `rotate`
+  const float* kv_rot;   // [2, fresh, HK, D] of `rotate` (POSITION: 3)
   const i64* slots;      // [fresh]
   CodeArgs codes;
   int columns, max_q, tokens, slices, fresh;   // tokens: B * max_q; slices of a group's heads
+  MeanArgs mean;         // POSITION
 };
 
 constexpr int MERGE_WARPS = 8;
@@ -53,6 +54,51 @@ template <bool KEY> DEV void encode_fresh(const MergeArgs& a, float* factor) {
   }
 }
 
+#if META_FORM == POSITION
+// Keys' codes: as encode_fresh, but a round of 8 rows goes through the metric together.
+DEV void encode_fresh_keys(const MergeArgs& a, float* factor) {
+  const int head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  if (blockIdx.x * MERGE_WARPS >= a.fresh) return;
+  float* product = factor + D * D;                               // [MERGE_WARPS][D]
+  u16* half_tile = reinterpret_cast<u16*>(product + MERGE_WARPS * D);   // [MERGE_WARPS][HALF_STRIDE]
+  fetch_factor(factor, a.codes, head, MERGE_WARPS * 32);
+  HalfColumn metric[D / 64];
+  UNROLL for (int i = 0; i < D / 64; i++)
+    metric[i].load(a.mean.metric + ((i64)head * D + (i * MERGE_WARPS + warp) * 8 + g) * D, t);
+  wait_previous_kernel();
+  wait_all_copies();
+  __syncthreads();
+  for (int first = blockIdx.x * MERGE_WARPS; first < a.fresh; first += gridDim.x * MERGE_WARPS) {
+    const int token = first + warp;
+    const i64 slot = token < a.fresh ? a.slots[token] : -1;
+    Key key;
+    if (slot >= 0) {
+      Row k, u;
+      const float* row = a.kv_rot + ((i64)token * HK + head) * D + lane * VEC;
+      load_shared<VEC>(k.v, row);
+      load_shared<VEC>(u.v, row + (i64)2 * a.fresh * HK * D);
+      const float share = a.mean.shares[token * HK + head];
+      key = begin_key(a.codes, a.mean, head, share, k, u, half_tile + warp * HALF_STRIDE);
+    }
+    __syncthreads();
+    Rows rows;
+    load_half_rows(rows, half_tile, g, t, false);
+    UNROLL for (int i = 0; i < D / 64; i++) {
+      float y[4];
+      const int col = (i * MERGE_WARPS + warp) * 8;
+      multiply_half(y, rows, metric[i]);
+      *reinterpret_cast<float2*>(product + g * D + col + 2 * t) = make_float2(y[0], y[1]);
+    }
+    __syncthreads();
+    if (slot >= 0) {
+      Row y;
+      load_shared<VEC>(y.v, product + warp * D + lane * VEC);
+      finish_key(a.codes, head, slot, key, y, factor);
+    }
+  }
+}
+#endif
+
 extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __grid_constant__ MergeArgs a) {
   constexpr int AHEAD = MERGE_ROWS == 1 ? 9 : 1;   // splits whose loads are in flight together
   __shared__ float part[MERGE_WARPS][MERGE_ROWS][D], mean[MERGE_ROWS][D];
@@ -60,7 +106,11 @@ extern "C" __global__ __launch_bounds__(MERGE_WARPS * 32) void merge(const __gri
   DYNAMIC_SHARED(float, factor, 16);
   if (blockIdx.z >= a.slices) {
     release_next_kernel();
+#if META_FORM == POSITION
+    if (blockIdx.z == a.slices) encode_fresh_keys(a, factor);
+#else
     if (blockIdx.z == a.slices) encode_fresh<true>(a, factor);
+#endif
     else encode_fresh<false>(a, factor);
     return;
   }

@@ -3,32 +3,42 @@
 //
 //   AFFINE   FP16: K step, K lo, V step, V lo            value = code * step + lo
 //   COMPACT  the same four numbers, a byte each          codec_compact: step on a log scale
+//   POSITION COMPACT, a finer scale, K's lo is a:         K = (code - 3/2) * step + a * w, w being its position's mean
+//                                                        (codec_position), whose product with q is Warp::enter_group's
 //   SCALE    FP16: K scale, V scale                      value = level[code] * scale (codec_lloyd)
 //   CHANNEL  FP16: K norm, V step, V lo                  K = (code * step + lo) * norm with step and lo per channel of
 //                                                        a page (codec_omni), which Warp::enter_page folds into q
 
-DEV constexpr int plane(int j, int e) { return D == 128 ? j : 2 * j + e; }
-DEV u32 codes_of(u32 w, int p) { return (p >= 5 ? w >> 10 : w) & (0x00030003u << (2 * (p % 5))); }
+// Halves of a row, 16 of them a set of operands, or half a set; the plane that holds channels 16 j + 8 e ..
+DEV constexpr int halves(int bits) { return D * bits / 16; }
+DEV constexpr int sets(int bits) { return halves(bits) > 16 ? 2 : 1; }
+template <int BITS> DEV constexpr int plane(int j, int e) { return halves(BITS) == 8 ? 2 * j + e : j / sets(BITS); }
+template <int BITS> DEV u32 codes_of(u32 w, int p) {
+  if (BITS == 4) return (p >= 2 ? w >> 8 : w) & (0x000F000Fu << (4 * (p % 2)));
+  return (p >= 5 ? w >> 10 : w) & (0x00030003u << (2 * (p % 5)));
+}
 
 // operand(w, p): what enters the MMA for plane p, integers * 2^(plane_shift(p) - 24). One of them is worth VALUE_UNIT.
+// BITS: of K's codes or of V's.
 #if META_FORM == SCALE
 // Levels are -10, -3, 3, 10: codec_lloyd's within 2.6e-4 of a scale (RMS over a Gaussian, whose least squares give the
 // unit). code * 20/3 - 10, rounded to an integer, is exactly that; and one FP16 multiply-add rounds to integers,
 // because these are multiples of the least FP16 number, 2^-24.
 constexpr float VALUE_UNIT = 0.151057f;
-DEV constexpr int plane_shift(int p) { return 0; }
-DEV u32 operand(u32 w, int p) {
+template <int BITS> DEV constexpr int plane_shift(int p) { return 0; }
+template <int BITS> DEV u32 operand(u32 w, int p) {
   const u32 ratio = 0x46AB46ABu - 0x08000800u * (p % 5);      // 20/3 / 4^(p % 5)
-  return fma_half2(codes_of(w, p), ratio, 0x800A800Au);       // - 10 * 2^-24
+  return fma_half2(codes_of<2>(w, p), ratio, 0x800A800Au);       // - 10 * 2^-24
 }
 #else
 constexpr float VALUE_UNIT = 1.f;
-DEV constexpr int plane_shift(int p) { return 2 * (p % 5); }
-DEV u32 operand(u32 w, int p) { return codes_of(w, p); }
+template <int BITS> DEV constexpr int plane_shift(int p) { return BITS == 4 ? 4 * (p % 2) : 2 * (p % 5); }
+template <int BITS> DEV u32 operand(u32 w, int p) { return codes_of<BITS>(w, p); }
 #endif
-constexpr bool K_LO = META_FORM == AFFINE || META_FORM == COMPACT;   // a token's keys have a lo of their own
+constexpr bool BYTES = META_FORM == COMPACT || META_FORM == POSITION;
+constexpr bool K_LO = META_FORM == AFFINE || BYTES;   // a token's keys have a lo of their own
 constexpr bool V_LO = META_FORM != SCALE;
-constexpr float LO_UNIT = META_FORM == COMPACT ? 1048576.f : 1.f;    // what Decoder's lo count in
+constexpr float LO_UNIT = BYTES ? 1048576.f : 1.f;    // what Decoder's lo count in
 constexpr int PAGE = 128;                 // tokens that share channels, consecutive slots
 constexpr int CHANNELS = META_FORM == CHANNEL ? 4 * D : 0;           // bytes of a page's channels, one head
 
@@ -92,9 +102,12 @@ struct Decoder {
   }
   DEV float value_log2(const Token& m) const { return lg2(unpack_half(m.w).y); }
 };
-#elif META_FORM == COMPACT
-// Byte i of w without a conversion, because it lies in a mantissa: as 2048 + byte / 16 (2048 goes into the constants
-// below, which shifts a step by 4e-5 of itself at most), and as byte * 2^-133, exactly.
+#elif META_FORM == COMPACT || META_FORM == POSITION
+// Byte i of w without a conversion, because it lies in a mantissa: as FROM + byte / PER_OCTAVE (FROM goes into the
+// constants below, which shifts a step by 4e-5 of itself at most), and as byte * 2^-133, exactly.
+constexpr float FROM = META_FORM == COMPACT ? 2048.f : 1024.f;       // 2^15 / PER_OCTAVE
+constexpr u32 FROM_BITS = META_FORM == COMPACT ? 0x45000000u : 0x44800000u;
+constexpr u32 FROM_BYTES = META_FORM == COMPACT ? 0x7404 : 0x7604;   // its upper bytes that are not 0
 DEV float subnormal(u32 w, int i) { return __uint_as_float(__byte_perm(w, 0, 0x4044 | i << 8)); }
 struct Token {
   u32 w;
@@ -103,22 +116,22 @@ struct Token {
 };
 struct Decoder {
   float step_log2[2], lo_first[2], lo_step[2];          // of K (with the unit of its products), of V
-  float big_from;                                       // what sixteenths() of a big step of V exceeds
-  u32 exponent;                                         // of 2048
+  float big_from;                                       // what octaves() of a big step of V exceeds
+  u32 exponent;                                         // of FROM
   DEV void begin(const float* grid, float products, int zero) {      // [2, 3] of the head
     // Two of them as if lanes differed: an instruction takes one uniform operand, the other was moved for each token.
     const u32 lane = threadIdx.x & zero;
-    exponent = 0x45000000u | lane;
+    exponent = FROM_BITS | lane;
     UNROLL for (int kv = 0; kv < 2; kv++) {
-      step_log2[kv] = grid[3 * kv] + (kv == 0 ? lg2(products) : 0.f) - 2048.f;
+      step_log2[kv] = grid[3 * kv] + (kv == 0 ? lg2(products) : 0.f) - FROM;
       lo_first[kv] = grid[3 * kv + 1] * (1.f / LO_UNIT);
       lo_step[kv] = grid[3 * kv + 2 + lane] * 1.0384593717069655e34f;       // 2^133 / LO_UNIT
     }
     big_from = BIG_STEP_LOG2 - step_log2[1];
   }
-  DEV float sixteenths(u32 w, int i) const { return __uint_as_float(__byte_perm(w, exponent, 0x7404 | i << 4)); }
+  DEV float octaves(u32 w, int i) const { return __uint_as_float(__byte_perm(w, exponent, FROM_BYTES | i << 4)); }
   DEV float2 key(const Token& m) const {
-    return make_float2(ex2(sixteenths(m.w, 0) + step_log2[0]), fmaf(subnormal(m.w, 1), lo_step[0], lo_first[0]));
+    return make_float2(ex2(octaves(m.w, 0) + step_log2[0]), fmaf(subnormal(m.w, 1), lo_step[0], lo_first[0]));
   }
   DEV float value_lo(const Token& m) const { return subnormal(m.w, 3); }
   DEV float offset(float z, float l) const { return fmaf(z, lo_step[1], l * lo_first[1]); }
@@ -127,10 +140,10 @@ struct Decoder {
     return pack_half(p0 * step, p1 * step);
   }
   DEV bool big(const Token (&m)[2][2]) const {
-    const float top = fmaxf(fmaxf(sixteenths(m[0][0].w, 2), sixteenths(m[0][1].w, 2)),
-                            fmaxf(sixteenths(m[1][0].w, 2), sixteenths(m[1][1].w, 2)));
+    const float top = fmaxf(fmaxf(octaves(m[0][0].w, 2), octaves(m[0][1].w, 2)),
+                            fmaxf(octaves(m[1][0].w, 2), octaves(m[1][1].w, 2)));
     return top > big_from;
   }
-  DEV float value_log2(const Token& m) const { return sixteenths(m.w, 2) + step_log2[1]; }
+  DEV float value_log2(const Token& m) const { return octaves(m.w, 2) + step_log2[1]; }
 };
 #endif

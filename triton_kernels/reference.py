@@ -39,6 +39,7 @@ from .codec import (
     rotate,
 )
 from .layout import WindowLayout
+from .means import Means
 from .stores import HistoryStore, SinkCache, WindowStore
 
 _QUERY_TILE = 256
@@ -46,19 +47,36 @@ _QUERY_TILE = 256
 
 @dataclass
 class Segments:
-    """The stores of one pool and the codec that fills them."""
+    """The stores of one pool and the codec that fills them.
+
+    specs    of each layer; None where they are all ``spec``, which says what they share
+    context  tokens a request may have; only ``means`` asks for it
+    """
 
     spec: CodecSpec
     params: list[LayerParams]
     history: HistoryStore
     windows: WindowStore
     sinks: SinkCache
+    specs: list[CodecSpec] | None = None
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        if self.specs is None:
+            self.specs = [self.spec] * len(self.params)
 
     @functools.cached_property
     def grids(self) -> torch.Tensor | None:
         """Metadata grids of all layers [L, Hk, 2, 3] float32, if the codec has any."""
-        has = self.spec.meta == "compact"
+        has = self.spec.has_grid
         return torch.stack([p.grid for p in self.params]) if has else None
+
+    @functools.cached_property
+    def means(self) -> Means | None:
+        """What the kernels of codec ``position`` read besides ``params``."""
+        if self.spec.meta != "position":
+            return None
+        return Means.of(self.specs, self.params, self.context)
 
 
 @dataclass
@@ -142,7 +160,7 @@ def restore_sinks(seg: Segments, row: int, slots: torch.Tensor) -> int:
     for layer in range(len(seg.params)):
         k, v = seg.sinks.read(layer, slots)
         if not bool(hit.all()):
-            k_hat, v_hat = read_history(seg, layer, slots)
+            k_hat, v_hat = read_history(seg, layer, slots, positions)
             miss = ~hit[:, None, None]
             k = torch.where(miss, k_hat.to(k.dtype), k)
             v = torch.where(miss, v_hat.to(v.dtype), v)
@@ -161,11 +179,12 @@ def store(seg: Segments, layer: int, batch: Batch, k: torch.Tensor, v: torch.Ten
     sink = batch.sink_index
     seg.sinks.write(layer, batch.slots[sink], k_rot[sink], v_rot[sink])
     if seg.spec.block == 1:
+        spec = seg.specs[layer]
         seg.history.write(
             layer,
             batch.slots,
-            encode_k(seg.spec, params, k_rot),
-            encode_v(seg.spec, params, v_rot),
+            encode_k(spec, params, k_rot, batch.positions),
+            encode_v(spec, params, v_rot),
         )
 
 
@@ -197,15 +216,18 @@ def seal(seg: Segments, layer: int, batch: Batch, k_rot: torch.Tensor, v_rot: to
             seg.history.write(layer, slots, k_rows, codec_omni.encode_v(v))
 
 
-def read_history(seg: Segments, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Decoded K and V rows [T, Hk, D] float32 of ``slots`` [T] int64, still rotated."""
-    params = seg.params[layer]
+def read_history(
+    seg: Segments, layer: int, slots: torch.Tensor, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Decoded K and V rows [T, Hk, D] float32 of ``slots`` [T] int64, still rotated, which hold the
+    tokens at ``positions`` [T] int64 of their requests (``decode_k``)."""
+    spec, params = seg.specs[layer], seg.params[layer]
     k, v = seg.history.read(layer, slots)
     if seg.spec.block > 1:
         channels = seg.history.channels[layer][slots // seg.spec.block]
         key = codec_omni.KeyBlock(k.packed, k.meta[..., 0], channels)
         return codec_omni.decode_k(key), codec_omni.decode_v(v)
-    return decode_k(seg.spec, params, k), decode_v(seg.spec, params, v)
+    return decode_k(spec, params, k, positions), decode_v(spec, params, v)
 
 
 def materialise(
@@ -236,7 +258,8 @@ def materialise(
     low, high = max(n_sink, start), min(hist_end, stop)
     if low < high:
         part = slice(low - start, high - start)
-        out_k[part], out_v[part] = read_history(seg, layer, slots[part])
+        positions = torch.arange(low, high, device=slots.device)
+        out_k[part], out_v[part] = read_history(seg, layer, slots[part], positions)
 
 
 @dataclass
@@ -321,7 +344,7 @@ def attention(
     returns       [T, H, D] float32  in the model's basis
     """
     params = seg.params[layer]
-    q_rot = rotate(q, params.r_k)
+    q_rot = rotate(q, params.queries)
     inverse_v = params.r_v.transpose(-1, -2)
     out = torch.empty(*q.shape[:2], v.shape[-1], device=q.device)
     tile = scratch.shape[1]

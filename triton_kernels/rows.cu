@@ -10,11 +10,12 @@
 
 constexpr int ROWS = 16, VEC = D / 32, KSTEPS = D / 16;
 constexpr float ROUND_MAGIC = 12582912.f;             // 1.5 * 2^23: adding it rounds to even
-constexpr float MAX_HALF = 65504.f;
+constexpr float MAX_HALF = 65504.f, MAX_FLOAT = 3.4028235e38f;
 #if WINDOW_BF16
 constexpr float R_SCALE = 1.f;
 #else
-constexpr float R_SCALE = 4096.f;                     // keeps the low parts of R normal in FP16
+// Keeps the low parts of R normal in FP16; a matrix that is not orthogonal has larger elements.
+constexpr float R_SCALE = META_FORM == POSITION ? 256.f : 4096.f;
 #endif
 
 template <int PARTS> struct RFragment { u32 part[PARTS][KSTEPS][2]; };
@@ -56,6 +57,25 @@ template <int PARTS> DEV void rotate_rows(float (&y)[4], const RFragment<PARTS>&
   }
 }
 
+// A column of a matrix of FP16, which is a row of the transposed one, as B operand
+struct HalfColumn {
+  uint4 c[D / 32];
+  DEV void load(const u16* column, int t) {
+    UNROLL for (int r = 0; r < D / 32; r++) c[r] = *reinterpret_cast<const uint4*>(column + 32 * r + 8 * t);
+  }
+};
+// 16 FP16 rows times 8 FP16 columns, of which a lane holds the one numbered g; float32
+DEV void multiply_half(float (&y)[4], const Rows& rows, const HalfColumn& column) {
+  float odd[4] = {0.f, 0.f, 0.f, 0.f};
+  UNROLL for (int e = 0; e < 4; e++) y[e] = 0.f;
+  UNROLL for (int r = 0; r < D / 32; r++) {
+    const uint4 u = rows.x[r][0], v = rows.x[r][1], c = column.c[r];
+    mma(y, u.x, v.x, u.y, v.y, c.x, c.y);
+    mma(odd, u.z, v.z, u.w, v.w, c.z, c.w);
+  }
+  UNROLL for (int e = 0; e < 4; e++) y[e] += odd[e];
+}
+
 // ---- one warp, one row: lane l holds channels VEC * l .. + VEC - 1
 struct Row { float v[VEC]; };
 DEV float warp_max(float x) {
@@ -87,7 +107,7 @@ DEV float rank_limit(const Row& y, int rank) {
   }
   return top;
 }
-template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, float& step, float& lo) {
+template <bool RANK, int LEVELS = 3> DEV void row_range(const Row& y, float ratio, int rank, float& step, float& lo) {
   float low = y.v[0], high = y.v[0];
   UNROLL for (int k = 1; k < VEC; k++) low = fminf(low, y.v[k]), high = fmaxf(high, y.v[k]);
   low = -warp_max(-low);
@@ -102,23 +122,29 @@ template <bool RANK> DEV void row_range(const Row& y, float ratio, int rank, flo
     low = __fsub_rn(mid, half);
     high = __fadd_rn(mid, half);
   }
-  step = half_round(__fdiv_rn(__fsub_rn(high, low), 3.f));
+  step = half_round(__fdiv_rn(__fsub_rn(high, low), (float)LEVELS));
   lo = half_round(low);
 }
 // A row's metadata, rounded to what a slot holds
 struct RowMeta {
   float step, lo;
   u32 bytes;                                          // of COMPACT
-  DEV u32 stored() const { return META_FORM == COMPACT ? bytes : pack_half(step, lo); }
+  DEV u32 stored() const { return META_FORM == AFFINE || META_FORM == SCALE ? pack_half(step, lo) : bytes; }
 };
-#if META_FORM == COMPACT
+#if META_FORM == COMPACT || META_FORM == POSITION
+constexpr float PER_OCTAVE = META_FORM == COMPACT ? 16.f : 32.f;
 DEV u32 to_byte(float x) { return __float_as_uint(fminf(fmaxf(x, 0.f), 255.f) + ROUND_MAGIC) & 255; }
 // codec_compact's encode_meta and decode_meta, in the same order of operations; grid [3] of K or V
+DEV u32 step_byte(float step, float step_log2) {
+  return to_byte(__fmul_rn(__fsub_rn(log2f(fmaxf(step, 1.1754944e-38f)), step_log2), PER_OCTAVE));
+}
+DEV float step_of(u32 byte, float step_log2) { return exp2f(__fadd_rn(step_log2, byte * (1.f / PER_OCTAVE))); }
+DEV u32 lo_byte(float lo, float first, float width) { return to_byte(__fdiv_rn(__fsub_rn(lo, first), width)); }
+DEV float lo_of(u32 byte, float first, float width) { return __fadd_rn(first, __fmul_rn(byte, width)); }
 DEV RowMeta storable(float step, float lo, const float* grid) {
   const float step_log2 = grid[0], lo_first = grid[1], lo_step = grid[2];
-  const u32 s = to_byte(__fmul_rn(__fsub_rn(log2f(fmaxf(step, 1.1754944e-38f)), step_log2), 16.f));
-  const u32 l = to_byte(__fdiv_rn(__fsub_rn(lo, lo_first), lo_step));
-  return {exp2f(__fadd_rn(step_log2, s * 0.0625f)), __fadd_rn(lo_first, __fmul_rn(l, lo_step)), s | l << 8};
+  const u32 s = step_byte(step, step_log2), l = lo_byte(lo, lo_first, lo_step);
+  return {step_of(s, step_log2), lo_of(l, lo_first, lo_step), s | l << 8};
 }
 #elif META_FORM == AFFINE
 DEV RowMeta storable(float step, float lo, const float* grid) { return {step, lo}; }
@@ -138,8 +164,11 @@ DEV void nearest_levels(const Row& y, u32 (&code)[VEC], float scale) {
     code[k] = scale > 0.f ? (y.v[k] > -limit) + (y.v[k] > 0.f) + (y.v[k] > limit) : 1;
 }
 #endif
-// Nearest code of u = w - lo: its bits are the two lowest of the result, its value result - MAGIC.
-DEV float nearest(float u, float inv3) { return fmaf(__saturatef(u * inv3), 3.f, ROUND_MAGIC); }
+// Nearest code of u = w - lo: its bits are the lowest of the result, its value result - MAGIC.
+// inverse: 1 / (LEVELS step)
+template <int LEVELS = 3> DEV float nearest(float u, float inverse) {
+  return fmaf(__saturatef(u * inverse), (float)LEVELS, ROUND_MAGIC);
+}
 
 template <int N> DEV void load_shared(float (&f)[N], const float* p) {
   if (N == 4) {
@@ -151,7 +180,7 @@ template <int N> DEV void load_shared(float (&f)[N], const float* p) {
   }
 }
 // y becomes w - lo and then the codes' bits.
-DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float* factor) {
+template <int LEVELS = 3> DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inverse, const float* factor) {
   const int lane = threadIdx.x & 31;
   float f[VEC][VEC], ahead[VEC][VEC];
   UNROLL for (int i = 0; i < VEC; i++) load_shared<VEC>(f[i], factor + i * D + lane * VEC);
@@ -161,8 +190,8 @@ DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float*
     float u[VEC], error[VEC];
     UNROLL for (int k = 0; k < VEC; k++) u[k] = y.v[k];
     UNROLL for (int i = 0; i < VEC; i++) {
-      const float biased = nearest(u[i], inv3);
-      if (lane == owner) code[i] = __float_as_uint(biased) & 3;
+      const float biased = nearest<LEVELS>(u[i], inverse);
+      if (lane == owner) code[i] = __float_as_uint(biased) & LEVELS;
       error[i] = fmaf(-(biased - ROUND_MAGIC), step, u[i]);
       UNROLL for (int k = i + 1; k < VEC; k++) u[k] = fmaf(-error[i], f[i][k], u[k]);
     }
@@ -174,14 +203,15 @@ DEV void feedback(Row& y, u32 (&code)[VEC], float step, float inv3, const float*
       UNROLL for (int k = 0; k < VEC; k++) f[i][k] = ahead[i][k];
   }
 }
-#if ACCURATE
-// codec_accurate. The metric G is read through L1: beside the factor it would not fit into shared memory everywhere.
-constexpr float LOW_RATIO = 0.75f, HIGH_RATIO = 0.85f, MAX_GAIN = 1.25f;
+constexpr float MAX_GAIN = 1.25f;
 DEV float dot(const Row& x, const Row& y) {
   float sum = 0.f;
   UNROLL for (int k = 0; k < VEC; k++) sum = fmaf(x.v[k], y.v[k], sum);
   return warp_sum(sum);
 }
+#if ACCURATE
+// codec_accurate. The metric G is read through L1: beside the factor it would not fit into shared memory everywhere.
+constexpr float LOW_RATIO = 0.75f, HIGH_RATIO = 0.85f;
 DEV Row times_metric(const Row& x, const float* metric) {
   const int lane = threadIdx.x & 31;
   Row y;
@@ -271,17 +301,18 @@ DEV void write_model_row(u16* dst, const Row& y) {
   if (VEC == 4) *reinterpret_cast<uint2*>(dst + lane * VEC) = make_uint2(w[0], w[VEC / 2 - 1]);
   else *reinterpret_cast<u32*>(dst + lane * VEC) = w[0];
 }
-// Lane l holds plane l / 4 of the halves VEC * (l % 4) .. + VEC - 1.
-DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], const RowMeta& meta) {
-  const int lane = threadIdx.x & 31, shift = 2 * (lane >> 2), part = lane & 3;
+// BITS of a code. Lane l holds plane l / LANES of the halves VEC * (l % LANES) .. + VEC - 1.
+template <int BITS> DEV void write_codes(u8* head_block, int token, int kv, const u32 (&code)[VEC], const RowMeta& meta) {
+  constexpr int LANES = 2 * BITS;
+  const int lane = threadIdx.x & 31, shift = BITS * (lane / LANES), part = lane % LANES;
   u32 w[VEC / 2];
   UNROLL for (int k = 0; k < VEC / 2; k++) {
     w[k] = (code[2 * k] << shift) | (code[2 * k + 1] << (16 + shift));
-    UNROLL for (int o = 4; o < 32; o <<= 1) w[k] |= __shfl_xor_sync(~0u, w[k], o);
+    UNROLL for (int o = LANES; o < 32; o <<= 1) w[k] |= __shfl_xor_sync(~0u, w[k], o);
   }
-  const int byte = part * VEC * 2, chunk = kv * (D / 64) + byte / 16;
-  u8* dst = head_block + chunk * CHUNK + token * 16 + byte % 16;
-  if (lane < 4) {
+  const int byte = part * VEC * 2;
+  u8* dst = head_block + kv * V_CODES + byte / 16 * CHUNK + token * 16 + byte % 16;
+  if (lane < LANES) {
     if (VEC == 4) *reinterpret_cast<uint2*>(dst) = make_uint2(w[0], w[VEC / 2 - 1]);
     else *reinterpret_cast<u32*>(dst) = w[0];
   }
@@ -301,6 +332,96 @@ struct CodeArgs {
   const float* grid;     // [HK, 2, 3], COMPACT
   const float* metric;   // [HK, D, D] symmetric, ACCURATE
 };
+// What codec_position needs besides (means.py). `rotate` computes shares, from k; merge.cu reads them.
+struct MeanArgs {
+  float* shares;         // [T, HK]: mean_share
+  const u16* k;          // [T, HK, D] of the model, token stride below
+  i64 stride_k;
+  const i64* positions;  // [T]
+  const u16* turns;      // [tiles, D] FP16: a position's cosines and sines
+  const u16* lift;       // [HK, D, D] FP16, transposed
+  const float* mix;      // [HK, 2, D]: C(x) of a key or query x
+  const int* partner;    // [D]
+  const float* units;    // [HK, 2]: 1 / |m|^2, unit of lift
+  const u16* metric;     // [HK, D, D] FP16, symmetric
+};
+#if META_FORM == POSITION
+DEV const u16* turn_of(const MeanArgs& m, int token) { return m.turns + (m.positions[token] >> 4) * D; }
+// What C(x) makes two channels of, and the two of x
+struct Mix {
+  float2 own, other;
+  int2 partner;
+  DEV void load(const MeanArgs& m, int head, int channel) {
+    const float* mix = m.mix + head * 2 * D + channel;
+    own = *reinterpret_cast<const float2*>(mix);
+    other = *reinterpret_cast<const float2*>(mix + D);
+    partner = *reinterpret_cast<const int2*>(m.partner + channel);
+  }
+  DEV float2 of(const u16* x, int channel) const {
+    const float2 a = unpack_window(*reinterpret_cast<const u32*>(x + channel));
+    const float2 b = unpack_window(x[partner.x] | (u32)x[partner.y] << 16);
+    return make_float2(fmaf(other.x, b.x, own.x * a.x), fmaf(other.y, b.y, own.y * a.y));
+  }
+};
+// a of a token's key, before it is rounded
+DEV float mean_share(const MeanArgs& m, int head, int token) {
+  const int channel = (threadIdx.x & 31) * VEC;
+  const u16* k = m.k + token * m.stride_k + head * D;
+  const u16* turn = turn_of(m, token) + channel;
+  float sum = 0.f;
+  UNROLL for (int i = 0; i < VEC; i += 2) {
+    Mix mix;
+    mix.load(m, head, channel + i);
+    const float2 t = unpack_half(*reinterpret_cast<const u32*>(turn + i)), x = mix.of(k, channel + i);
+    sum = fmaf(t.x, x.x, fmaf(t.y, x.y, sum));
+  }
+  return warp_sum(sum) * m.units[head * 2];
+}
+// A key on its way to its codes
+struct Key {
+  Row y;                 // what is coded
+  float step;
+  u32 share;             // byte of a
+};
+// y: the rotated key, u: its position's row of lift, share: mean_share. Leaves y / step in FP16 at `half`, a row of the
+// tile of which `finish_key` wants the product with the metric.
+DEV Key begin_key(const CodeArgs& c, const MeanArgs& m, int head, float share, const Row& y, const Row& u, u16* half) {
+  const int lane = threadIdx.x & 31;
+  const float* grid = c.grid + head * 6;
+  const float unit = m.units[head * 2 + 1];
+  Key key;
+  key.share = lo_byte(share, grid[1], grid[2]);
+  share = lo_of(key.share, grid[1], grid[2]);
+  UNROLL for (int i = 0; i < VEC; i++) key.y.v[i] = __fsub_rn(y.v[i], __fmul_rn(share, __fmul_rn(u.v[i], unit)));
+  constexpr float SPREAD = 2.f * (K_BITS == 4 ? 2.7f : 1.6f) / K_LEVELS;
+  const float step = __fmul_rn(__fsqrt_rn(dot(key.y, key.y) * (1.f / D)), SPREAD);
+  key.step = step_of(step_byte(step, grid[0]), grid[0]);
+  const float inverse = __fdiv_rn(1.f, key.step);
+  UNROLL for (int i = 0; i < VEC; i += 2)
+    *reinterpret_cast<u32*>(half + lane * VEC + i) = pack_half(key.y.v[i] * inverse, key.y.v[i + 1] * inverse);
+  return key;
+}
+// g: y times the metric, in any unit
+DEV void finish_key(const CodeArgs& c, int head, i64 slot, const Key& key, const Row& g, const float* factor) {
+  const float* grid = c.grid + head * 6;
+  const float lo = -0.5f * K_LEVELS * key.step;
+  Row w, decoded;
+  u32 code[VEC];
+  UNROLL for (int i = 0; i < VEC; i++) w.v[i] = __fsub_rn(key.y.v[i], lo);
+  feedback<K_LEVELS>(w, code, key.step, __fdiv_rn(1.f, key.step) * (1.f / K_LEVELS), factor);
+  UNROLL for (int i = 0; i < VEC; i++) decoded.v[i] = fmaf((float)code[i], key.step, lo);
+  const float truth = dot(key.y, g), found = dot(decoded, g);
+  float gain = found > 0.f && fabsf(truth) <= MAX_FLOAT ? __fdiv_rn(truth, found) : 1.f;
+  gain = fminf(fmaxf(gain, 1.f / MAX_GAIN), MAX_GAIN);
+  const u32 bytes = step_byte(key.step * gain, grid[0]) | key.share << 8;
+  write_codes<K_BITS>(c.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, {key.step, lo, bytes});
+}
+// The tile of 16 FP16 rows between the two, padded so that a warp reads it without conflicts.
+constexpr int HALF_STRIDE = D + 32;
+DEV void load_half_rows(Rows& rows, const u16* tile, int g, int t, bool upper) {
+  load_rows(rows, tile + g * HALF_STRIDE, upper ? tile + (g + 8) * HALF_STRIDE : nullptr, t);
+}
+#endif
 #if META_FORM == CHANNEL   // encoded a page at a time, not here
 template <bool KEY> DEV void store_codes(const CodeArgs&, int, i64, Row&, const float*) {}
 #else
@@ -313,19 +434,20 @@ template <bool KEY> DEV void store_codes(const CodeArgs& a, int head, i64 slot, 
 #if ACCURATE
   if (KEY) {
     const RowMeta meta = accurate(y, code, factor, a.metric + (i64)head * D * D, a.grid + head * 6);
-    write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, meta);
+    write_codes<2>(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, meta);
     return;
   }
 #endif
   float step, lo;
-  row_range<KEY ? K_RANK : V_RANK>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
+  constexpr int LEVELS = KEY ? K_LEVELS : V_LEVELS;
+  row_range<KEY ? K_RANK : V_RANK, LEVELS>(y, KEY ? a.k_ratio : a.v_ratio, KEY ? a.k_rank : a.v_rank, step, lo);
   const RowMeta meta = storable(step, lo, a.grid + (head * 2 + (KEY ? 0 : 1)) * 3);
-  const float inv3 = meta.step > 0.f ? __fdiv_rn(1.f, meta.step) * (1.f / 3.f) : 0.f;
+  const float inverse = meta.step > 0.f ? __fdiv_rn(1.f, meta.step) * (1.f / LEVELS) : 0.f;
   UNROLL for (int k = 0; k < VEC; k++) y.v[k] -= meta.lo;
-  if (KEY && FEEDBACK) feedback(y, code, meta.step, inv3, factor);
-  else UNROLL for (int k = 0; k < VEC; k++) code[k] = __float_as_uint(nearest(y.v[k], inv3)) & 3;
+  if (KEY && FEEDBACK) feedback(y, code, meta.step, inverse, factor);
+  else UNROLL for (int k = 0; k < VEC; k++) code[k] = __float_as_uint(nearest<LEVELS>(y.v[k], inverse)) & LEVELS;
 #endif
-  write_codes(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, meta);
+  write_codes<KEY ? K_BITS : V_BITS>(a.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), KEY ? 0 : 1, code, meta);
 }
 #endif
 // A head's factor into shared memory; cp.async.wait_all and a barrier before its use.

@@ -24,16 +24,16 @@ def rotate_rows(x, r, stride_x, t, ok, head, TB: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def plain_codes(y, step, lo):
+def plain_codes(y, step, lo, LEVELS: tl.constexpr = 3):
     inv = inverse_step(step)
-    return nearest_code(y, inv[:, None], lo[:, None]).to(tl.int32)
+    return nearest_code(y, inv[:, None], lo[:, None], LEVELS).to(tl.int32)
 
 
 @triton.jit
-def write_row(dst, index, ok, head, y, Hk: tl.constexpr, D: tl.constexpr):
-    """dst[index, head] = y where ok; dst [., Hk, D]."""
+def write_row(dst, index, ok, head, y, Hk: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr = 0):
+    """dst[index, head] = y where ok; dst [., Hk, WIDTH or D]."""
     cols = tl.arange(0, D)
-    at = (index.to(tl.int64) * Hk + head) * D
+    at = (index.to(tl.int64) * Hk + head) * (WIDTH if WIDTH else D)
     tl.store(dst + at[:, None] + cols[None, :], y.to(dst.dtype.element_ty), ok[:, None])
 
 
@@ -42,6 +42,7 @@ def write_history(
     blocks, grid, FORM: tl.constexpr, slot, ok, head, codes, step, lo,
     KV: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    halves = pack_codes(codes, TB, D)
+    BITS: tl.constexpr = 2 + 2 * (FORM // (8 << KV) % 2)
+    halves = pack_codes(codes, TB, BITS, D)
     tl.store(blocks + half_offsets(slot, head, KV, FORM, Hk, D), halves, ok[:, None])
     store_meta(blocks, grid, slot, ok, head, step, lo, KV, FORM, Hk, D)

@@ -18,18 +18,22 @@ import triton.language as tl
 
 from . import cuda_store
 from .codec_accurate import MAX_GAIN, RATIOS
+from .codec_position import SPREADS
 from .rows import plain_codes, rotate_rows, write_history, write_row
 from .seal import seal
 from .tile import (
     CHANNEL,
+    POSITION,
     SCALE,
     interpreted,
     inverse_step,
+    mean_rows,
     nearest_code,
     nearest_level,
     row_range,
     row_scale,
     storable,
+    to_fp16,
 )
 from .views import LayerView, TokenBatch
 
@@ -37,13 +41,16 @@ logger = logging.getLogger(__name__)
 
 _TOKENS = 16  # of a program: the least a tensor-core tile takes
 _ROUND, _FEEDBACK, _ACCURATE = map(tl.constexpr, range(3))
-_SEARCHES = {"round": 0, "feedback": 1, "accurate": 2}
+_SEARCHES = {"round": 0, "feedback": 1, "accurate": 2, "unbiased": 3}
 _LOW_RATIO, _HIGH_RATIO = map(tl.constexpr, RATIOS)
 _MAX_GAIN = tl.constexpr(MAX_GAIN)
+_SPREAD, _SPREAD_OF_4_BITS = map(tl.constexpr, (SPREADS[2], SPREADS[4]))
 
 
 @triton.jit
-def _feedback_codes(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
+def _feedback_codes(
+    y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr = 3
+):
     """Codes [TB, D] int32 chosen one channel after the other; each error is spread over the
     channels still to come (``codec.feedback_codes``, in the same order of operations)."""
     inv = inverse_step(step)
@@ -53,7 +60,7 @@ def _feedback_codes(y, step, lo, factor, TB: tl.constexpr, D: tl.constexpr):
     for j in range(D):
         here = cols[None, :] == j
         w_j = tl.sum(tl.where(here, w, 0.0), 1)
-        code = nearest_code(w_j, inv, lo)
+        code = nearest_code(w_j, inv, lo, LEVELS)
         codes = tl.where(here, code.to(tl.int32)[:, None], codes)
         error = w_j - (code * step + lo)
         w = w - error[:, None] * tl.load(factor + j * D + cols)[None, :]
@@ -130,6 +137,43 @@ def _accurate(y, factor, metric, grid, head, FORM: tl.constexpr, TB: tl.constexp
 
 
 @triton.jit
+def _mixed(x, stride_x, t, ok, row, mix, partner, head, D: tl.constexpr):
+    """C(x) [TB, D] float32 of ``means``: x[t] from ``row`` channels on, of KV head ``head``."""
+    cols = tl.arange(0, D)
+    at = x + (t.to(tl.int64) * stride_x + row)[:, None]
+    own = tl.load(at + cols[None, :], ok[:, None], 0.0).to(tl.float32)
+    other = tl.load(at + tl.load(partner + cols)[None, :], ok[:, None], 0.0).to(tl.float32)
+    mix += head * (2 * D) + cols
+    return own * tl.load(mix)[None, :] + other * tl.load(mix + D)[None, :]
+
+
+@triton.jit
+def _encode_key(
+    y, share, pos, ok, factor, metric, grid, turns, lift, units, head,
+    FORM: tl.constexpr, TB: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """``codec_position.encode_k``: y [TB, D] rotated keys, share [TB] of the mean they hold ->
+    codes int32, step and share [TB] as they can be stored."""
+    LEVELS: tl.constexpr = 3 if FORM // 8 % 2 == 0 else 15
+    SPREAD: tl.constexpr = _SPREAD if FORM // 8 % 2 == 0 else _SPREAD_OF_4_BITS
+    _, share = storable(share, share, grid, head, 0, FORM)
+    y -= share[:, None] * mean_rows(turns, lift, units, pos // 16, ok, head, TB, D)
+    step = tl.sqrt_rn(tl.sum(y * y, 1) / D) * (2 * SPREAD / LEVELS)
+    step, _ = storable(step, share, grid, head, 0, FORM)
+    lo = -0.5 * LEVELS * step
+    codes = _feedback_codes(y, step, lo, factor, TB, D, LEVELS)
+    g = _times_metric(y, metric, TB, D)
+    true = tl.sum(y * g, 1)
+    found = tl.sum((codes.to(tl.float32) * step[:, None] + lo[:, None]) * g, 1)
+    sound = (found > 0) & (tl.abs(true) < float("inf"))
+    gain = tl.where(sound, tl.div_rn(true, tl.where(sound, found, 1.0)), 1.0)
+    step, share = storable(
+        step * tl.minimum(tl.maximum(gain, 1.0 / _MAX_GAIN), _MAX_GAIN), share, grid, head, 0, FORM
+    )
+    return codes, step, share
+
+
+@triton.jit
 def _encode(
     y, ratio, rank, factor, metric, grid, head, KV: tl.constexpr, SEARCH: tl.constexpr,
     RANK_RULE: tl.constexpr, FORM: tl.constexpr, TB: tl.constexpr, D: tl.constexpr,
@@ -142,19 +186,20 @@ def _encode(
     elif SEARCH == _ACCURATE:
         codes, step, lo = _accurate(y, factor, metric, grid, head, FORM, TB, D)
     else:
-        step, lo = row_range(y, ratio, rank, RANK_RULE, D)
+        LEVELS: tl.constexpr = 3 if FORM // (8 << KV) % 2 == 0 else 15
+        step, lo = row_range(y, ratio, rank, RANK_RULE, D, LEVELS)
         step, lo = storable(step, lo, grid, head, KV, FORM)
         if SEARCH == _FEEDBACK:
             codes = _feedback_codes(y, step, lo, factor, TB, D)
         else:
-            codes = plain_codes(y, step, lo)
+            codes = plain_codes(y, step, lo, LEVELS)
     return codes, step, lo
 
 
 @triton.jit
 def _store_kernel(
-    q, k, v, q_rot, r_k, r_v, factor, metric, grid,
-    rows, positions, ends, slots, cache_index,
+    q, k, v, q_rot, q_half, r_q, r_k, r_v, factor, metric, grid,
+    turns, lift, mix, partner, units, rows, positions, ends, slots, cache_index,
     blocks, sink_k, sink_v, ring_k, ring_v, cache_k, cache_v,
     T, stride_q, stride_k, stride_v, n_sink, n_recent,
     k_ratio, v_ratio, k_rank, v_rank,
@@ -167,8 +212,13 @@ def _store_kernel(
     slot = tl.load(slots + t, t < T, -1).to(tl.int64)
     if part >= 2:
         q_head = head * G + part - 2
-        y = rotate_rows(q + q_head * D, r_k, stride_q, t, t < T, head, TB, D)
-        write_row(q_rot, t, t < T, q_head, y, Hk * G, D)
+        y = rotate_rows(q + q_head * D, r_q, stride_q, t, t < T, head, TB, D)
+        if FORM % 8 == POSITION:  # C(q) beside it, in halves of ``views.query_buffer``
+            write_row(q_rot, t, t < T, q_head, y, Hk * G, D, 3 * D // 2)
+            y = _mixed(q, stride_q, t, t < T, q_head * D, mix, partner, head, D)
+            write_row(q_half + 2 * D, t, t < T, q_head, to_fp16(y), Hk * G, D, 3 * D)
+        else:
+            write_row(q_rot, t, t < T, q_head, y, Hk * G, D)
     else:
         ok = slot >= 0
         row = tl.load(rows + t, ok, 0).to(tl.int64)
@@ -184,7 +234,18 @@ def _store_kernel(
             write_row(sink_k, sink_at, in_sink, head, y, Hk, D)
             write_row(ring_k, ring_at, in_ring, head, y, Hk, D)
             write_row(cache_k, cached, ok & (cached >= 0), head, y, Hk, D)
-            if FORM != CHANNEL:  # ``seal`` writes the history of a block codec
+            if FORM % 8 == POSITION:
+                mixed = _mixed(k, stride_k, t, ok, head * D, mix, partner, head, D)
+                at = (pos // 16)[:, None] * D + tl.arange(0, D)[None, :]
+                turn = tl.load(turns + at, ok[:, None], 0.0).to(tl.float32)
+                share = tl.sum(mixed * turn, 1)
+                share *= tl.load(units + head * 2)
+                codes, step, lo = _encode_key(
+                    y, share, pos, ok, factor + head * D * D, metric + head * D * D, grid, turns,
+                    lift, units, head, FORM, TB, D,
+                )  # fmt: skip
+                write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
+            elif FORM != CHANNEL:  # ``seal`` writes the history of a block codec
                 codes, step, lo = _encode(
                     y, k_ratio, k_rank, factor + head * D * D, metric + head * D * D, grid, head, 0,
                     SEARCH, K_RANK, FORM, TB, D,
@@ -231,7 +292,8 @@ def store(
 
     q        [T, H, D]   any float dtype, not rotated; only the token stride is free, so views
     k, v     [T, Hk, D]  into a fused qkv output are read in place
-    q_rot    [T, H, D]   contiguous, receives q @ R_K: float32 for ``attend``; None skips it
+    q_rot    [T, H, D]   contiguous, receives q @ R_K: float32 for ``attend``, as in a
+                         ``views.query_buffer``; None skips it
     """
     tokens_n, heads, dim = q.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -249,10 +311,15 @@ def store(
     k_range, v_range = view.spec.k_range, view.spec.v_range
     factor, metric = (params.r_k if x is None else x for x in (params.factor, params.metric))
     group = heads // kv_heads
+    means = view.means
+    assert q_rot is None or q_rot.shape[2] == view.query_width
+    tables = [params.r_k] * 5 if means is None else means[:5]
+    queries = q if q_rot is None else q_rot
+    halves = queries.view(torch.float16) if means is not None and q_rot is not None else queries
     grid = (triton.cdiv(tokens_n, _TOKENS), kv_heads, 2 + (group if q_rot is not None else 0))
     _store_kernel[grid](
-        q, k, v, q if q_rot is None else q_rot,
-        params.r_k, params.r_v, factor, metric, view.grid,
+        q, k, v, queries, halves,
+        view.q_matrix, params.r_k, params.r_v, factor, metric, view.grid, *tables,
         *tokens, view.blocks.view(torch.uint16), *view[3:9],
         tokens_n, q.stride(0), k.stride(0), v.stride(0),
         view.windows.n_sink, view.windows.n_recent,

@@ -10,6 +10,9 @@ cache is a hint whose tag says whether it can be used.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from .codec_affine import Rows
@@ -33,50 +36,67 @@ class LayerStack(list):
 class HistoryStore:
     """Packed rows of all slots.
 
-    blocks    L x [num_blocks, Hk, block_bytes] uint8, the layout of ``layout.HistoryLayout``
+    layouts   L HistoryLayout (the constructor takes one for all layers, or one each)
+    base      [bytes] uint8, all layers one after another; layer i begins at byte ``offsets[i]``
+    blocks    L x [num_blocks, Hk, block_bytes] uint8, views of ``base``
     channels  L x [ceil(slots / block), Hk, D, 2] float16 (step, lo); of block codecs, else empty
     """
 
-    def __init__(self, layout: HistoryLayout, layers: int, num_slots: int, device) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        layout: HistoryLayout | Sequence[HistoryLayout],
+        layers: int,
+        num_slots: int,
+        device,
+    ) -> None:
+        one = isinstance(layout, HistoryLayout)
+        self.layouts = [layout] * layers if one else list(layout)
+        if len(self.layouts) != layers:
+            raise ValueError(f"{len(self.layouts)} layouts for {layers} layers")
         self.num_slots = num_slots
-        shape = (layout.num_blocks(num_slots), layout.kv_heads, layout.block_bytes)
-        self.blocks = LayerStack(layers, shape, torch.uint8, device)
-        shape = (-(-num_slots // layout.block), layout.kv_heads, layout.head_dim, 2)
-        self.channels = LayerStack(layers, shape, torch.float16, device) if layout.block > 1 else []
+        shapes = [(h.num_blocks(num_slots), h.kv_heads, h.block_bytes) for h in self.layouts]
+        sizes = [math.prod(shape) for shape in shapes]
+        ends = torch.tensor([0, *sizes]).cumsum(0)
+        self.base = torch.zeros(int(ends[-1]), dtype=torch.uint8, device=device)
+        self.offsets = ends[:-1].to(device)
+        parts = self.base.split(sizes)
+        self.blocks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        h = self.layouts[0]
+        shape = (-(-num_slots // h.block), h.kv_heads, h.head_dim, 2)
+        self.channels = LayerStack(layers, shape, torch.float16, device) if h.block > 1 else []
 
     @property
     def num_bytes(self) -> int:
-        return nbytes(*self.blocks, *self.channels)
+        return nbytes(self.base, *self.channels)
 
-    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """codes [num_blocks, Hk, 2*chunks, BLOCK, chunk_bytes], meta [num_blocks, Hk, BLOCK, M]."""
-        h, b = self.layout, self.blocks[layer]
-        codes = b[:, :, : h.code_bytes_per_block]
-        meta = b[:, :, h.code_bytes_per_block :].view(_META_DTYPES[h.meta_bytes])
+    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of K and V [num_blocks, Hk, chunks, BLOCK, chunk_bytes], and the metadata
+        [num_blocks, Hk, BLOCK, M]."""
+        h = self.layouts[layer]
+        k_size, v_size = BLOCK * h.k_row_bytes, BLOCK * h.v_row_bytes
+        meta_size = h.block_bytes - k_size - v_size
+        k, v, meta = self.blocks[layer].split((k_size, v_size, meta_size), -1)
         return (
-            codes.unflatten(-1, (2 * h.chunks, BLOCK, h.chunk_bytes)),
-            meta.unflatten(-1, (BLOCK, h.meta_fields)),
+            k.unflatten(-1, (-1, BLOCK, h.k_chunk_bytes)),
+            v.unflatten(-1, (-1, BLOCK, h.v_chunk_bytes)),
+            meta.view(_META_DTYPES[h.meta_bytes]).unflatten(-1, (BLOCK, h.meta_fields)),
         )
 
     def write(self, layer: int, slots: torch.Tensor, k: Rows, v: Rows) -> None:
         """Write encoded rows [T, Hk, ...] to ``slots`` [T] int64 (distinct, except padding 0)."""
-        codes, meta = self._views(layer)
+        k_codes, v_codes, meta = self._views(layer)
         block, token = slots // BLOCK, slots % BLOCK
-        packed = torch.cat([k.packed, v.packed], -1)
-        codes[block, :, :, token] = packed.unflatten(-1, (-1, self.layout.chunk_bytes))
+        for codes, packed in ((k_codes, k.packed), (v_codes, v.packed)):
+            codes[block, :, :, token] = packed.unflatten(-1, (-1, codes.shape[-1]))
         meta[block, :, token] = torch.cat([k.meta, v.meta], -1)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[Rows, Rows]:
         """Encoded K and V rows [T, Hk, ...] of ``slots`` [T] int64."""
-        h = self.layout
-        codes, meta = self._views(layer)
+        k_codes, v_codes, meta = self._views(layer)
         block, token = slots // BLOCK, slots % BLOCK
-        packed, m = codes[block, :, :, token].flatten(-2), meta[block, :, token]
-        return (
-            Rows(packed[..., : h.row_bytes], m[..., : h.k_meta]),
-            Rows(packed[..., h.row_bytes :], m[..., h.k_meta :]),
-        )
+        k, v = (codes[block, :, :, token].flatten(-2) for codes in (k_codes, v_codes))
+        k_meta, v_meta = meta[block, :, token].tensor_split([self.layouts[layer].k_meta], -1)
+        return Rows(k, k_meta), Rows(v, v_meta)
 
 
 class WindowStore:

@@ -2,12 +2,14 @@
 
 Everything is row-major ``[rows, D]`` in natural channel order; a packed row is ``D/8`` 16-bit
 halves (``layout``). Block addresses count 16-bit units. FORM is what a row's metadata are
-(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT one half of two bytes, SCALE one half,
-CHANNEL one of K and two of V. Every form is read as ``values * step + lo``: the values are the
-codes, the levels of ``codec_lloyd``, or the unit keys of ``codec_omni``, whose step is the norm.
+(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT and POSITION one half of two bytes, SCALE one
+half, CHANNEL one of K and two of V; in bits 3 and 4 it says whether K's and V's codes have 4 bits.
+Every form is read as ``values * step + lo``: the values are the codes, the levels of
+``codec_lloyd``, the unit keys of ``codec_omni``, whose step is the norm, or the codes of K of
+``codec_position`` from their middle on, whose lo is the share of the position's mean.
 
-``grid`` is what a layer keeps besides: COMPACT ``LayerParams.grid``, CHANNEL the history's channels
-[pages, Hk, D, 2] FP16; others read none.
+``grid`` is what a layer keeps besides: COMPACT and POSITION ``LayerParams.grid``, CHANNEL the
+history's channels [pages, Hk, D, 2] FP16; others read none.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ import triton.language as tl
 from .codec_lloyd import INNER, OUTER, THRESHOLD
 from .codec_omni import BLOCK
 
-AFFINE, COMPACT, SCALE, CHANNEL = map(tl.constexpr, range(4))
-FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3}
+AFFINE, COMPACT, SCALE, CHANNEL, POSITION = map(tl.constexpr, range(5))
+FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3, "position": 4}
 PAGE = tl.constexpr(BLOCK)  # tokens that share channels
 ROUND_MAGIC = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds |x| < 2^22 to even, as rint does
 FP16_MAX = tl.constexpr(65504.0)
 _INNER, _OUTER, _THRESHOLD = map(tl.constexpr, (INNER, OUTER, THRESHOLD))
+
+
+def form_of(spec) -> int:
+    """FORM of a ``codec.CodecSpec``."""
+    return FORMS[spec.meta] + 8 * (spec.k_bits == 4) + 16 * (spec.v_bits == 4)
 
 
 def interpreted() -> bool:
@@ -32,18 +39,18 @@ def interpreted() -> bool:
 
 
 @triton.jit
-def pack_codes(codes, ROWS: tl.constexpr, D: tl.constexpr):
-    """codes [ROWS, D] int32 in 0..3 -> halves [ROWS, D/8] uint16."""
-    planes = tl.reshape(codes, [ROWS, 8, D // 8])
-    shift = 2 * tl.arange(0, 8)
+def pack_codes(codes, ROWS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):
+    """codes [ROWS, D] int32 below 2^BITS -> halves [ROWS, D BITS / 16] uint16."""
+    planes = tl.reshape(codes, [ROWS, 16 // BITS, D * BITS // 16])
+    shift = BITS * tl.arange(0, 16 // BITS)
     return tl.sum(planes << shift[None, :, None], 1).to(tl.uint16)
 
 
 @triton.jit
-def unpack_codes(halves, ROWS: tl.constexpr, D: tl.constexpr):
-    """halves [ROWS, D/8] uint16 -> codes [ROWS, D] int32."""
-    shift = 2 * tl.arange(0, 8)
-    planes = (halves.to(tl.int32)[:, None, :] >> shift[None, :, None]) & 3
+def unpack_codes(halves, ROWS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):
+    """halves [ROWS, D BITS / 16] uint16 -> codes [ROWS, D] int32."""
+    shift = BITS * tl.arange(0, 16 // BITS)
+    planes = (halves.to(tl.int32)[:, None, :] >> shift[None, :, None]) & (2**BITS - 1)
     return tl.reshape(planes, [ROWS, D])
 
 
@@ -51,19 +58,21 @@ def unpack_codes(halves, ROWS: tl.constexpr, D: tl.constexpr):
 def head_base(slot, head, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr):
     """Offset of one head's block of ``slot`` [n] int64, 16-bit units -> [n] int64."""
     META: tl.constexpr = 4 if FORM == AFFINE else (3 if FORM == CHANNEL else 2)
-    return ((slot // 16) * Hk + head) * (4 * D + 16 * META)
+    CODES: tl.constexpr = D * (4 + 2 * (FORM // 8 % 2) + 2 * (FORM // 16 % 2))
+    return ((slot // 16) * Hk + head) * (CODES + 16 * META)
 
 
 @triton.jit
 def half_offsets(
     slot, head, KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
 ):
-    """Offsets of the D/8 halves of K (KV=0) or V (KV=1) rows of ``slot`` [n] -> [n, D/8] int64."""
-    CH: tl.constexpr = 8 if D >= 64 else D // 8  # halves of a chunk
-    i = tl.arange(0, D // 8)
-    chunk = KV * (D // 8 // CH) + i // CH
+    """Offsets of the halves of K (KV=0) or V (KV=1) rows of ``slot`` [n] -> [n, halves] int64."""
+    HALVES: tl.constexpr = D * (2 + 2 * (FORM // (8 << KV) % 2)) // 16  # of a row
+    CH: tl.constexpr = 8 if HALVES >= 8 else HALVES  # of a chunk
+    BEFORE: tl.constexpr = KV * D * (2 + 2 * (FORM // 8 % 2))  # of K
+    i = tl.arange(0, HALVES)
     token = (slot % 16).to(tl.int32)
-    inner = (chunk[None, :] * 16 + token[:, None]) * CH + (i % CH)[None, :]
+    inner = BEFORE + ((i // CH)[None, :] * 16 + token[:, None]) * CH + (i % CH)[None, :]
     return head_base(slot, head, FORM, Hk, D)[:, None] + inner
 
 
@@ -73,7 +82,8 @@ def meta_offset(
 ):
     """Offset of the first half of a K or V row's metadata -> [n] int64."""
     META: tl.constexpr = 4 if FORM == AFFINE else (3 if FORM == CHANNEL else 2)
-    return head_base(slot, head, FORM, Hk, D) + 4 * D + (slot % 16) * META + META // 2 * KV
+    CODES: tl.constexpr = D * (4 + 2 * (FORM // 8 % 2) + 2 * (FORM // 16 % 2))
+    return head_base(slot, head, FORM, Hk, D) + CODES + (slot % 16) * META + META // 2 * KV
 
 
 @triton.jit
@@ -85,9 +95,9 @@ def load_meta(
     PAIR: tl.constexpr = KV == 1 if FORM == CHANNEL else FORM == AFFINE
     at = blocks + meta_offset(slot, head, KV, FORM, Hk, D)
     half = tl.load(at, mask=ok, other=0)
-    if FORM == COMPACT:
+    if FORM == COMPACT or FORM % 8 == POSITION:
         step, lo = from_bytes(
-            (half & 255).to(tl.float32), (half >> 8).to(tl.float32), grid, head, KV
+            (half & 255).to(tl.float32), (half >> 8).to(tl.float32), grid, head, KV, FORM
         )
     else:
         step = half.to(tl.float16, bitcast=True).to(tl.float32)
@@ -113,7 +123,8 @@ def load_row(
     exact in FP16, but for K of CHANNEL."""
     halves = tl.load(blocks + half_offsets(slot, head, KV, FORM, Hk, D), ok[:, None], 0)
     step, lo = load_meta(blocks, grid, slot, ok, head, KV, FORM, Hk, D)
-    codes = unpack_codes(halves, ROWS, D)
+    BITS: tl.constexpr = 2 + 2 * (FORM // (8 << KV) % 2)
+    codes = unpack_codes(halves, ROWS, BITS, D)
     if FORM == SCALE:
         size = tl.where((codes == 1) | (codes == 2), _INNER, _OUTER)
         values = tl.where(codes < 2, -size, size)
@@ -122,6 +133,8 @@ def load_row(
         at = channel_offset(slot // PAGE, head, Hk, D)[:, None] + cols[None, :]
         values = codes.to(tl.float32) * tl.load(grid + at, ok[:, None], 0.0).to(tl.float32)
         values += tl.load(grid + at + 1, ok[:, None], 0.0).to(tl.float32)
+    elif FORM % 8 == POSITION and KV == 0:
+        values = codes.to(tl.float32) - 0.5 * (2**BITS - 1)
     else:
         values = codes.to(tl.float32)
     return values, step, lo
@@ -134,17 +147,19 @@ def _grid_of(grid, head, KV: tl.constexpr):
 
 
 @triton.jit
-def from_bytes(step_byte, lo_byte, grid, head, KV: tl.constexpr):
+def from_bytes(step_byte, lo_byte, grid, head, KV: tl.constexpr, FORM: tl.constexpr):
     """``codec_compact.decode_meta``: bytes as float32 [n] -> step, lo."""
+    PER_OCTAVE: tl.constexpr = 32.0 if FORM % 8 == POSITION else 16.0
     step_log2, lo_first, lo_step = _grid_of(grid, head, KV)
-    return tl.exp2(step_log2 + step_byte / 16.0), lo_first + lo_byte * lo_step
+    return tl.exp2(step_log2 + step_byte / PER_OCTAVE), lo_first + lo_byte * lo_step
 
 
 @triton.jit
-def to_bytes(step, lo, grid, head, KV: tl.constexpr):
+def to_bytes(step, lo, grid, head, KV: tl.constexpr, FORM: tl.constexpr):
     """``codec_compact.encode_meta``: step, lo [n] -> bytes as float32."""
+    PER_OCTAVE: tl.constexpr = 32.0 if FORM % 8 == POSITION else 16.0
     step_log2, lo_first, lo_step = _grid_of(grid, head, KV)
-    octaves = (tl.log2(tl.maximum(step, 1.1754944e-38)) - step_log2) * 16.0
+    octaves = (tl.log2(tl.maximum(step, 1.1754944e-38)) - step_log2) * PER_OCTAVE
     offset = tl.div_rn(lo - lo_first, tl.zeros_like(lo) + lo_step)
     return _to_byte(octaves), _to_byte(offset)
 
@@ -157,9 +172,9 @@ def _to_byte(x):
 @triton.jit
 def storable(step, lo, grid, head, KV: tl.constexpr, FORM: tl.constexpr):
     """Affine (step, lo) rounded to what can be stored, float32."""
-    if FORM == COMPACT:
-        step_byte, lo_byte = to_bytes(step, lo, grid, head, KV)
-        step, lo = from_bytes(step_byte, lo_byte, grid, head, KV)
+    if FORM == COMPACT or FORM % 8 == POSITION:
+        step_byte, lo_byte = to_bytes(step, lo, grid, head, KV, FORM)
+        step, lo = from_bytes(step_byte, lo_byte, grid, head, KV, FORM)
     else:
         step, lo = to_fp16(step), to_fp16(lo)
     return step, lo
@@ -179,8 +194,8 @@ def store_meta(
     """Write storable (step, lo) [n]; SCALE has no lo, nor has K of CHANNEL."""
     PAIR: tl.constexpr = KV == 1 if FORM == CHANNEL else FORM == AFFINE
     at = blocks + meta_offset(slot, head, KV, FORM, Hk, D)
-    if FORM == COMPACT:
-        step_byte, lo_byte = to_bytes(step, lo, grid, head, KV)
+    if FORM == COMPACT or FORM % 8 == POSITION:
+        step_byte, lo_byte = to_bytes(step, lo, grid, head, KV, FORM)
         pair = step_byte.to(tl.int32) | (lo_byte.to(tl.int32) << 8)
         tl.store(at, pair.to(tl.uint16), ok)
     else:
@@ -205,9 +220,9 @@ def nearest_level(y, scale):
 
 
 @triton.jit
-def nearest_code(w, inv, lo):
-    """clip(rint((w - lo) * inv), 0, 3) as float32."""
-    x = tl.minimum(tl.maximum((w - lo) * inv, 0.0), 3.0)
+def nearest_code(w, inv, lo, LEVELS: tl.constexpr = 3):
+    """clip(rint((w - lo) * inv), 0, LEVELS) as float32."""
+    x = tl.minimum(tl.maximum((w - lo) * inv, 0.0), LEVELS * 1.0)
     return (x + ROUND_MAGIC) - ROUND_MAGIC
 
 
@@ -222,7 +237,7 @@ def _rank_limit(y, rank, D: tl.constexpr):
 
 
 @triton.jit
-def row_range(y, ratio, rank, RANK_RULE: tl.constexpr, D: tl.constexpr):
+def row_range(y, ratio, rank, RANK_RULE: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr = 3):
     """``codec.value_range``: y [n, D] float32 -> step, lo [n] float32, already FP16 values.
 
     ratio: half the shrink ratio (shrink rule); rank: int(ratio * D) (rank rule).
@@ -239,7 +254,7 @@ def row_range(y, ratio, rank, RANK_RULE: tl.constexpr, D: tl.constexpr):
         mid = bottom + span * 0.5
         low = mid - half
         high = mid + half
-    return to_fp16(tl.div_rn(high - low, 3.0)), to_fp16(low)
+    return to_fp16(tl.div_rn(high - low, LEVELS * 1.0)), to_fp16(low)
 
 
 @triton.jit
@@ -247,3 +262,17 @@ def inverse_step(step):
     """1 / step, 0 for a constant row."""
     safe = tl.where(step > 0, step, 1.0)
     return tl.where(step > 0, tl.div_rn(safe * 0.0 + 1.0, safe), 0.0)
+
+
+@triton.jit
+def mean_rows(turns, lift, units, tile, needed, head, N: tl.constexpr, D: tl.constexpr):
+    """w A of the position tiles ``tile`` [N] where ``needed``: float32 [N, D] (``means``)."""
+    BK: tl.constexpr = 64 if D > 64 else D  # a whole [256, 256] does not fit in shared memory
+    cols = tl.arange(0, D)
+    y = tl.zeros([N, D], tl.float32)
+    for k in tl.static_range(0, D, BK):
+        some = k + tl.arange(0, BK)
+        row = tl.load(turns + tile[:, None] * D + some[None, :], needed[:, None], 0.0)
+        matrix = tl.load(lift + (head * D + cols[None, :]) * D + some[:, None])
+        y = tl.dot(row, matrix, y)
+    return y * tl.load(units + head * 2 + 1)

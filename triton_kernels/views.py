@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from .codec import CodecSpec, LayerParams
+from .codec import CodecSpec, LayerParams, rotate
+from .codec_affine import to_half
 from .layout import WindowLayout
-from .tile import FORMS
+from .means import LayerMeans
+from .tile import form_of
 
 
 class LayerView(NamedTuple):
@@ -20,6 +22,7 @@ class LayerView(NamedTuple):
     cache_k, cache_v  [C, Hk, D]            model dtype, rotated (sink cache)
     channels          [pages, Hk, D, 2]     float16 step and lo of K's channels; None unless the
                                             codec has blocks
+    means             None unless the codec is ``position``
     """
 
     spec: CodecSpec
@@ -32,6 +35,7 @@ class LayerView(NamedTuple):
     cache_k: torch.Tensor
     cache_v: torch.Tensor
     channels: torch.Tensor | None = None
+    means: LayerMeans | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -43,8 +47,8 @@ class LayerView(NamedTuple):
 
     @property
     def form(self) -> int:
-        """Which metadata the kernels read (``tile.FORMS``)."""
-        return FORMS[self.spec.meta]
+        """Which metadata and codes the kernels read (``tile.form_of``)."""
+        return form_of(self.spec)
 
     @property
     def grid(self) -> torch.Tensor:
@@ -52,6 +56,17 @@ class LayerView(NamedTuple):
         if self.channels is not None:
             return self.channels
         return self.params.r_k if self.params.grid is None else self.params.grid
+
+    @property
+    def q_matrix(self) -> torch.Tensor:
+        """[Hk, D, D] that rotates queries."""
+        return self.params.queries
+
+    @property
+    def query_width(self) -> int:
+        """Floats of a query row that ``attend`` reads: D rotated channels; with means also C(q),
+        D numbers in FP16 (``means``)."""
+        return self.head_dim if self.means is None else self.head_dim * 3 // 2
 
     @property
     def windows(self) -> WindowLayout:
@@ -62,7 +77,7 @@ def layer_view(seg, layer: int) -> LayerView:
     """The tensors of ``layer`` of a ``reference.Segments``."""
     w = seg.windows
     view = LayerView(
-        seg.spec,
+        seg.specs[layer],
         seg.params[layer],
         seg.history.blocks[layer],
         w.sink_k[layer],
@@ -72,10 +87,12 @@ def layer_view(seg, layer: int) -> LayerView:
         seg.sinks.k[layer],
         seg.sinks.v[layer],
         seg.history.channels[layer] if seg.spec.block > 1 else None,
+        None if seg.means is None else seg.means.layer(layer),
     )
-    if seg.history.layout != seg.spec.layout(view.kv_heads, view.head_dim):
-        raise ValueError(f"codec {seg.spec.name} does not fill blocks of {seg.history.layout}")
-    tensors = [t for t in (*view.params, *view[2:]) if t is not None]
+    layout = seg.history.layouts[layer]
+    if layout != view.spec.layout(view.kv_heads, view.head_dim):
+        raise ValueError(f"codec {seg.spec.name} does not fill blocks of {layout}")
+    tensors = [t for t in (*view.params, *view[2:-1], *(view.means or ())) if t is not None]
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("the kernels address contiguous caches and codec matrices")
     return view
@@ -96,3 +113,20 @@ class TokenBatch(NamedTuple):
     ends: torch.Tensor
     slots: torch.Tensor
     cache_index: torch.Tensor
+
+
+def query_buffer(view: LayerView, tokens: int, heads: int) -> torch.Tensor:
+    """Where ``store`` puts what ``attend`` reads of queries: [T, H, query_width] float32."""
+    shape = (tokens, heads, view.query_width)
+    return torch.empty(shape, dtype=torch.float32, device=view.blocks.device)
+
+
+def prepare_queries(view: LayerView, q: torch.Tensor) -> torch.Tensor:
+    """What ``store`` leaves in a ``query_buffer`` of q [T, H, D], in PyTorch."""
+    rotated, m = rotate(q, view.q_matrix), view.means
+    if m is None:
+        return rotated
+    grouped = q.float().unflatten(1, (view.kv_heads, -1))
+    own, other = m.mix[None, :, None].unbind(3)
+    mixed = own * grouped + other * grouped[..., m.partner.long()]
+    return torch.cat([rotated, to_half(mixed).flatten(1, 2).view(torch.float32)], -1)

@@ -5,7 +5,7 @@ struct Args {
   float* o;              // [splits + B, HK, columns, D]
   float2* ml;            // [splits + B, HK, columns]
   const int* plan;
-  const float* q;        // [T, HK * G, D]
+  const float* q;        // [T, HK * G, Q_ROW]
   const u8* blocks;      // [N, HK, HB]
   const u16* sink_k;     // [R, n_sink, HK, D]
   const u16* sink_v;
@@ -19,7 +19,18 @@ struct Args {
   const float* grid;     // [HK, 2, 3], COMPACT
   const u16* channels;   // [slots / PAGE, HK, D, 2] step and lo, CHANNEL
   int zero;              // 0, which the compiler does not know
+  const u16* turns;      // [contexts / 16, D] FP16 cosines and sines, POSITION
 };
+constexpr int GROUP_TILES = 8;            // whose position biases are computed together
+// Shared memory that a warp keeps beside its tiles for POSITION: those biases and, in attend_cta, whose registers are
+// few, the query operands.
+#if META_FORM == POSITION && !defined(WARPS) && K_BITS + V_BITS < 8    // else no room beside the tiles
+#define Q_SHARED 1
+#else
+#define Q_SHARED 0
+#endif
+constexpr int BIAS_BYTES = GROUP_TILES * 2 * COLS * 4;
+constexpr int SIDE = META_FORM == POSITION ? BIAS_BYTES + Q_SHARED * NJ * 256 : 0;
 
 // ---------------------------------------------------------------- work of a split
 struct Segment {                 // what one split does for one request
@@ -72,7 +83,7 @@ DEV float capped(float x, float cap_log2) {
 }
 
 struct Warp {
-  u32 qb[NJ][2];                        // query as B operand of the history
+  u32 qb[NJ][2];                        // query as B operand of the history; with Q_SHARED only until it is there
   float sum0, sum1;                     // sums of q of 2t, 2t + 1
   Decoder decoder;
   float acc[NJ][4], m0, m1, l0, l1, z0, z1;
@@ -93,7 +104,7 @@ struct Warp {
     q_pos1 = s.seq_len - s.q_len + (c0 + 1) / G;
     valid = col < s.q_len * G;
     const int qi = valid ? col / G : 0;
-    qr = a.q + ((i64)(s.q_start + qi) * (HK * G) + head * G + (valid ? col % G : 0)) * D;
+    qr = a.q + ((i64)(s.q_start + qi) * (HK * G) + head * G + (valid ? col % G : 0)) * Q_ROW;
     UNROLL for (int j = 0; j < NJ; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
     m0 = m1 = l0 = l1 = z0 = z1 = 0.f;
     unset0 = unset1 = true;
@@ -192,7 +203,7 @@ struct Warp {
   }
 
   // ---- 2-bit history
-  DEV void begin_history(const Args& a, int head) {
+  DEV void begin_history(const Args& a, int head, u32 side) {   // side: SIDE bytes of shared memory
 #if META_FORM == CHANNEL
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 2; e++) {
@@ -203,7 +214,7 @@ struct Warp {
     float sq = 0.f;                                 // sum of q
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 2; e++) {
-        const float sc = (float)(1 << (8 - plane_shift(plane(j, e))));
+        const float sc = (float)(1 << (8 - plane_shift<K_BITS>(plane<K_BITS>(j, e))));
         const float2 v = *reinterpret_cast<const float2*>(qr + 16 * j + 8 * e + 2 * t);
         qb[j][e] = pack_half(v.x * norm * sc, v.y * norm * sc);
         const float2 r = unpack_half(qb[j][e]);
@@ -211,9 +222,19 @@ struct Warp {
       }
     sq += __shfl_xor_sync(~0u, sq, 1);
     sq += __shfl_xor_sync(~0u, sq, 2);
+#if META_FORM == POSITION
+    sq *= -0.5f * K_LEVELS / 65536.f;                 // where the products start, so that codes count from their middle
+#else
     sq *= inv_norm * LO_UNIT;
+#endif
     sum0 = __shfl_sync(~0u, sq, t * 8);
     sum1 = __shfl_sync(~0u, sq, t * 8 + 4);
+#if META_FORM == POSITION
+    bias = side;
+    if (Q_SHARED)
+      UNROLL for (int j = 0; j < NJ; j += 2)
+        sts128(query_at(j), qb[j][0], qb[j][1], qb[j + 1][0], qb[j + 1][1]);
+#endif
     // 2^8 of the query, 2^-24 of the codes
     decoder.begin(a.grid + head * 6, inv_norm * (65536.f * VALUE_UNIT), a.zero);
 #endif
@@ -237,7 +258,7 @@ struct Warp {
       u32 l[2], step[2];
       UNROLL for (int h = 0; h < 2; h++) {
         const uint2 m = lds64(at + 64 * j + 32 * h + 8 * t);            // step, lo of two channels
-        const float sc = shrink * (float)(1 << (8 - plane_shift(plane(j, h))));
+        const float sc = shrink * (float)(1 << (8 - plane_shift<K_BITS>(plane<K_BITS>(j, h))));
         l[h] = __byte_perm(m.x, m.y, 0x7632);
         step[h] = __byte_perm(m.x, m.y, 0x5410);
         qb[j][h] = mul_half2(qh[j][h], mul_half2(step[h], pack_half(sc, sc)));
@@ -249,6 +270,33 @@ struct Warp {
     decoder.unit = inv_norm * 65536.f * __uint_as_float((u32)(127 + e) << 23);
   }
 #endif
+#if META_FORM == POSITION
+  u32 bias, bias_at;                    // shared memory: [GROUP_TILES][2][COLS] floats of this warp; those of the next tile
+  DEV u32 query_at(int j) const { return bias + BIAS_BYTES + (j * 16 + (threadIdx.x & 31)) * 16; }   // j even: qb[j], qb[j + 1]
+  DEV bool group_ends() const { return bias_at == bias + BIAS_BYTES; }
+  // b = q . w for both halves of GROUP_TILES tiles, `stride` tiles apart from `pos` on: 16 rows of `turns` times C(q),
+  // in the unit of a.
+  DEV void enter_group(const Args& a, int pos, int stride, int hist_end) {
+    float b[2][4] = {};                             // two sums, so that half as many products wait for another
+    const int last = (hist_end - 1) >> 4, turn = (pos >> 4) + 2 * stride * (g >> 1) + (g & 1);
+    const u16* t0 = a.turns + min(turn, last) * D + 8 * t;
+    const u16* t1 = a.turns + min(turn + 8 * stride, last) * D + 8 * t;
+    const u16* c = reinterpret_cast<const u16*>(qr + D) + 8 * t;       // where there is no such column, another's
+    UNROLL for (int r = 0; r < D / 32; r++) {
+      const uint4 x = *reinterpret_cast<const uint4*>(t0 + 32 * r), y = *reinterpret_cast<const uint4*>(t1 + 32 * r);
+      const uint4 z = *reinterpret_cast<const uint4*>(c + 32 * r);
+      mma(b[0], x.x, y.x, x.y, y.y, z.x, z.y);
+      mma(b[1], x.z, y.z, x.w, y.w, z.z, z.w);
+    }
+    const float unit = a.scale_log2 * LO_UNIT;
+    u32 to[4];
+    UNROLL for (int e = 0; e < 4; e++) to[e] = __float_as_uint((b[0][e] + b[1][e]) * unit);
+    sts64(bias + g * 32 + t * 8, to[0], to[1]);
+    sts64(bias + (g + 8) * 32 + t * 8, to[2], to[3]);
+    bias_at = bias;
+    __syncwarp();
+  }
+#endif
   // 0, known only when all of the last tile has been read. What hands its stage to the next copy adds this to an
   // address: without it the compiler waits for nothing between ldmatrix and the arrival, and copies wrote over codes
   // that were still to be read (README.md, Measured).
@@ -258,7 +306,7 @@ struct Warp {
     z1 = decoder.offset(z1, l1);
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int e = 0; e < 4; e++)
-        acc[j][e] *= VALUE_UNIT * (float)(1 << (24 - plane_shift(plane(j, e >> 1))));
+        acc[j][e] *= VALUE_UNIT * (float)(1 << (24 - plane_shift<V_BITS>(plane<V_BITS>(j, e >> 1))));
   }
   // SUB: bytes between the two blocks. Tokens outside [from, to) are hidden when EDGE. After the
   // FIRST tile every column has seen a token, so the flags of that need no registers in the loop.
@@ -267,10 +315,11 @@ struct Warp {
     const int lane = threadIdx.x & 31;
     float s[2][4], x[2][4];
     Token md[2][2];
-    u32 k[2][4], v[2][4];
-    if (D == 128) {
+    u32 k[2 * sets(K_BITS)][4], v[2 * sets(V_BITS)][4];           // [2 u + set], or both u in one
+    if (halves(K_BITS) > 8) {
       const u32 at = base + (lane >> 4) * CHUNK + (lane & 15) * 16;
-      UNROLL for (int u = 0; u < 2; u++) ldsm(k[u], at + u * SUB);
+      UNROLL for (int i = 0; i < sets(K_BITS); i++)
+        UNROLL for (int u = 0; u < 2; u++) ldsm(k[u * sets(K_BITS) + i], at + u * SUB + 2 * i * CHUNK);
     } else {
       ldsm(k[0], base + (lane >> 4) * SUB + (lane & 15) * 16);
     }
@@ -280,15 +329,27 @@ struct Warp {
       s[u][0] = s[u][2] = META_FORM == CHANNEL ? sum0 : 0.f;
       s[u][1] = s[u][3] = META_FORM == CHANNEL ? sum1 : 0.f;
     }
+    const float start[4] = {sum0, sum1, sum0, sum1};
+#if Q_SHARED
+    u32 qb[NJ][2];
+    UNROLL for (int j = 0; j < NJ; j += 2) {
+      const uint4 q = lds128(query_at(j));
+      qb[j][0] = q.x, qb[j][1] = q.y, qb[j + 1][0] = q.z, qb[j + 1][1] = q.w;
+    }
+#endif
     UNROLL for (int j = 0; j < NJ; j++)
       UNROLL for (int u = 0; u < 2; u++) {
-        const int p = plane(j, 0), q = plane(j, 1);
-        if (D == 128)
-          mma(s[u], operand(k[u][0], p), operand(k[u][1], p), operand(k[u][2], p),
-              operand(k[u][3], p), qb[j][0], qb[j][1]);
+        const int p = plane<K_BITS>(j, 0), q = plane<K_BITS>(j, 1), w = u * sets(K_BITS) + j % sets(K_BITS);
+        auto add = [&](u32 a0, u32 a1, u32 a2, u32 a3) {
+          if (META_FORM == POSITION && j == 0) mma_from(s[u], start, a0, a1, a2, a3, qb[j][0], qb[j][1]);
+          else mma(s[u], a0, a1, a2, a3, qb[j][0], qb[j][1]);
+        };
+        if (halves(K_BITS) > 8)
+          add(operand<K_BITS>(k[w][0], p), operand<K_BITS>(k[w][1], p), operand<K_BITS>(k[w][2], p),
+              operand<K_BITS>(k[w][3], p));
         else
-          mma(s[u], operand(k[0][2 * u], p), operand(k[0][2 * u + 1], p),
-              operand(k[0][2 * u], q), operand(k[0][2 * u + 1], q), qb[j][0], qb[j][1]);
+          add(operand<K_BITS>(k[0][2 * u], p), operand<K_BITS>(k[0][2 * u + 1], p), operand<K_BITS>(k[0][2 * u], q),
+              operand<K_BITS>(k[0][2 * u + 1], q));
       }
     float ks[2][2], kl[2][2];
     UNROLL for (int u = 0; u < 2; u++)
@@ -297,18 +358,27 @@ struct Warp {
         ks[u][e] = m.x;
         kl[u][e] = m.y;
       }
+    // What a token's lo counts: the sum of q, of POSITION the product of q with the mean where its 16 tokens stand.
+    float lo0[2] = {sum0, sum0}, lo1[2] = {sum1, sum1};
+#if META_FORM == POSITION
+    UNROLL for (int u = 0; u < 2; u++) {
+      const uint2 b = lds64(bias_at + u * 32 + t * 8);
+      lo0[u] = __uint_as_float(b.x), lo1[u] = __uint_as_float(b.y);
+    }
+    bias_at += 64;
+#endif
     auto logits = [&]() {
       const float r0 = BIAS - m0, r1 = BIAS - m1;
       UNROLL for (int u = 0; u < 2; u++)
         UNROLL for (int e = 0; e < 2; e++) {
           if (SOFT_CAP) {
             x[u][2 * e] =
-                capped(fmaf(s[u][2 * e], ks[u][e], K_LO ? kl[u][e] * sum0 : 0.f), a.cap_log2) + r0;
+                capped(fmaf(s[u][2 * e], ks[u][e], K_LO ? kl[u][e] * lo0[u] : 0.f), a.cap_log2) + r0;
             x[u][2 * e + 1] =
-                capped(fmaf(s[u][2 * e + 1], ks[u][e], K_LO ? kl[u][e] * sum1 : 0.f), a.cap_log2) + r1;
+                capped(fmaf(s[u][2 * e + 1], ks[u][e], K_LO ? kl[u][e] * lo1[u] : 0.f), a.cap_log2) + r1;
           } else {
-            x[u][2 * e] = fmaf(s[u][2 * e], ks[u][e], K_LO ? fmaf(kl[u][e], sum0, r0) : r0);
-            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks[u][e], K_LO ? fmaf(kl[u][e], sum1, r1) : r1);
+            x[u][2 * e] = fmaf(s[u][2 * e], ks[u][e], K_LO ? fmaf(kl[u][e], lo0[u], r0) : r0);
+            x[u][2 * e + 1] = fmaf(s[u][2 * e + 1], ks[u][e], K_LO ? fmaf(kl[u][e], lo1[u], r1) : r1);
           }
           if (EDGE) {
             const int i = 16 * u + g + 8 * e;
@@ -326,13 +396,15 @@ struct Warp {
       logits();
     }
     if (FIRST) unset0 = unset1 = false;
-    if (D == 128) {
-      const u32 at = base + (2 + ((lane >> 3) & 1)) * CHUNK + ((lane & 7) + 8 * (lane >> 4)) * 16;
-      UNROLL for (int u = 0; u < 2; u++) ldsm_t(v[u], at + u * SUB);
+    if (halves(V_BITS) > 8) {
+      const u32 at = base + (V_CODES / CHUNK + ((lane >> 3) & 1)) * CHUNK + ((lane & 7) + 8 * (lane >> 4)) * 16;
+      UNROLL for (int i = 0; i < sets(V_BITS); i++)
+        UNROLL for (int u = 0; u < 2; u++) ldsm_t(v[u * sets(V_BITS) + i], at + u * SUB + 2 * i * CHUNK);
     } else {
-      ldsm_t(v[0], base + CHUNK + (lane >> 4) * SUB + (lane & 15) * 16);
+      ldsm_t(v[0], base + V_CODES + (lane >> 4) * SUB + (lane & 15) * 16);
     }
-    read = v[0][0] ^ v[D / 128][0];
+    read = v[0][0] ^ v[halves(V_BITS) > 8 ? 1 : 0][0];
+    if (sets(V_BITS) > 1) read ^= v[2][0] ^ v[3][0];
     u32 pb[2][2];
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int e = 0; e < 2; e++) {
@@ -345,13 +417,13 @@ struct Warp {
       }
     UNROLL for (int u = 0; u < 2; u++)
       UNROLL for (int j = 0; j < NJ; j++) {
-        const int p = plane(j, 0), q = plane(j, 1);
-        if (D == 128)
-          mma(acc[j], operand(v[u][0], p), operand(v[u][1], p), operand(v[u][2], p),
-              operand(v[u][3], p), pb[u][0], pb[u][1]);
+        const int p = plane<V_BITS>(j, 0), q = plane<V_BITS>(j, 1), w = u * sets(V_BITS) + j % sets(V_BITS);
+        if (halves(V_BITS) > 8)
+          mma(acc[j], operand<V_BITS>(v[w][0], p), operand<V_BITS>(v[w][1], p), operand<V_BITS>(v[w][2], p),
+              operand<V_BITS>(v[w][3], p), pb[u][0], pb[u][1]);
         else
-          mma(acc[j], operand(v[0][2 * u], p), operand(v[0][2 * u], q),
-              operand(v[0][2 * u + 1], p), operand(v[0][2 * u + 1], q), pb[u][0], pb[u][1]);
+          mma(acc[j], operand<V_BITS>(v[0][2 * u], p), operand<V_BITS>(v[0][2 * u], q),
+              operand<V_BITS>(v[0][2 * u + 1], p), operand<V_BITS>(v[0][2 * u + 1], q), pb[u][0], pb[u][1]);
       }
   }
 
@@ -442,12 +514,14 @@ DEV int tile_base(const Args& a, int tile) {
 DEV bool begins_page(const Args& a, int tile, bool first) {
   return META_FORM == CHANNEL && (first || tile_base(a, tile) % PAGE == 0);
 }
-// One tile at `base`, the channels that it brings at `channels`.
-template <int SUB, bool FIRST>
+// One tile at `base`, the channels that it brings at `channels`; the next tile of this warp comes STRIDE tiles later.
+template <int SUB, bool FIRST, int STRIDE>
 DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, u32 channels, int tile) {
   const int pos = tile_base(a, tile), to = s.hist_end - pos;
 #if META_FORM == CHANNEL
   if (begins_page(a, tile, FIRST)) w.enter_page(channels);
+#elif META_FORM == POSITION
+  if (FIRST || w.group_ends()) w.enter_group(a, pos, STRIDE, s.hist_end);
 #endif
   if (FIRST) w.history_tile<SUB, true, true>(a, base, a.n_sink - pos, to);
   else if (to >= TILE) w.history_tile<SUB, false, false>(a, base, 0, TILE);

@@ -8,12 +8,15 @@ from typing import Any
 
 from ... import __version__
 from ...artifact import Fingerprint, check, load
+from ...fingerprint import read_config
 from ..collect import Progress, check_supported, load_model
 from ..data import RANDOM, load_tokens
 from ..engines import Run, observe
 from ..errors import CalibrationError
+from ..fit import N_SINK
 from ..methods import Job, find_method, method_of, parse_jobs, sweep_jobs
-from ..pipeline import DEFAULT_TOKENS, N_SINK
+from ..model_fit import Fitter
+from ..pipeline import DEFAULT_TOKENS, context_length
 from .inputs import load_inputs
 from .results import results
 from .run import EXACT, Record, Report, run
@@ -72,7 +75,7 @@ def evaluate(
     def moments():
         needed = [j.method for j in jobs if j.method.needs_stats and j.method.name not in fitted]
         if not needed:
-            return [None] * fingerprint.layers
+            return {"moments": [None] * fingerprint.layers}
         if options.artifact:
             raise CalibrationError(
                 f"--codecs: {needed[0].name} must be calibrated, and --artifact holds "
@@ -81,7 +84,12 @@ def evaluate(
         tokens = load_tokens(
             options.calibration, options.model, options.calibration_tokens, options.seed
         )
-        return observe(model, Run(options.model, tokens, options.device, N_SINK, progress)).moments
+        context = max(context_length(read_config(options.model)), *options.contexts)
+        fit = None
+        if any(method.name == "position" for method in needed):
+            fit = Fitter("position", context, N_SINK, progress)
+        seen = observe(model, Run(options.model, tokens, options.device, N_SINK, progress, fit=fit))
+        return {"moments": seen.moments, "scores": seen.scores, "context": context}
 
     run(model, jobs, inputs, record, moments, report, fitted)
     found = results(record)
@@ -99,7 +107,7 @@ def _artifact(options: Options, fingerprint: Fingerprint) -> tuple[dict[str, lis
     artifact = load(options.artifact)
     check(artifact, fingerprint)
     name = method_of(artifact.codec, artifact.options).name
-    return {name: artifact.layers}, f"artifact {artifact.id}"
+    return {name: artifact.codecs}, f"artifact {artifact.id}"
 
 
 def _jobs(options: Options, fitted: dict[str, list]) -> list[Job]:

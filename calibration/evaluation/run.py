@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from ..continuation import Cache
 from ..errors import CalibrationError
 from ..methods import Job
-from ..stats import Moments
 from .inputs import Inputs
 from .profile import profile
 from .units import Text
@@ -91,12 +90,13 @@ def run(
     jobs: list[Job],
     inputs: Inputs,
     record: Record,
-    moments: Callable[[], list[Moments | None]],
+    moments: Callable[[], dict[str, Any]],
     report: Report | None = None,
     fitted: dict[str, list] | None = None,
 ) -> None:
-    """Fill ``record``. ``moments`` is called once, if a method has still to be fitted; ``fitted``
-    gives parameters that need no fitting (those of an artifact) by method name."""
+    """Fill ``record``. ``moments`` gives what ``Method.fit_model`` takes and is called once, if a
+    method has still to be fitted; ``fitted`` gives parameters that need no fitting (those of an
+    artifact) by method name."""
     jobs = [EXACT, *jobs]
     record.jobs |= {job.label: job.windows() for job in jobs}
     params = dict(fitted or {})
@@ -123,9 +123,9 @@ def _fit(jobs: list[Job], params: dict[str, list], moments) -> None:
     missing = {j.method.name: j.method for j in jobs if j.method and j.method.name not in params}
     if not missing:
         return
-    per_layer = moments()
+    known = moments()
     for name, method in missing.items():
-        params[name] = [method.fit(m) for m in per_layer]
+        params[name] = method.fit_model(**known)
 
 
 def _cache(document, job: Job, params: dict[str, list], queries: int) -> Cache:

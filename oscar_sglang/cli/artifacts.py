@@ -58,7 +58,8 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     rows = {"file": args.file, "id": artifact.id, "codec": artifact.codec}
     rows["codec means"] = artifact.spec.summary
     rows |= dataclasses.asdict(artifact.fingerprint)
-    rows |= {f"options.{k}": v for k, v in artifact.options.items()}
+    bulky = ("rope", "rope_free", "bits")  # shown per layer, or of no use to a reader
+    rows |= {f"options.{k}": v for k, v in artifact.options.items() if k not in bulky}
     hidden = ("layers", "warnings")
     rows |= {k: v for k, v in artifact.provenance.items() if k not in hidden}
     table = Table(show_header=False, box=None)

@@ -33,6 +33,19 @@ def add(commands) -> None:
     )
     p.add_argument("--tokens", type=positive, default=8192, help="tokens to run (default 8192)")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    p.add_argument(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="positions that codec position is fitted for (default: all that the model takes)",
+    )
+    p.add_argument(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="bits per element of codec position: what is over 2 and metadata gives some layers' "
+        "K or V 4 bits (default: 1/6 over)",
+    )
     p.add_argument("--seed", type=int, default=0, help="of the random ids (default 0)")
     p.add_argument(
         "--engine",
@@ -71,6 +84,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
             args.tokens,
             device=args.device,
             seed=args.seed,
+            context=args.context,
+            bits=args.bits,
             progress=progress,
             engine=args.engine,
             tp=args.tp,

@@ -49,14 +49,25 @@ def peak_memory(device: str) -> str:
 
 
 def layer_table(artifact) -> Table:
-    """One row a layer; errors are relative, mean over heads, on held-back rows."""
-    table = Table(title=f"{artifact.codec}: relative error on held-back tokens")
-    for name in ("layer", "K basis of each head", "K error", "plain rounding", "V error"):
+    """One row a layer: errors on held-back rows, relative, mean over heads; of logits in nats, the
+    worst head's."""
+    table = Table(title=f"{artifact.codec}: error on held-back tokens")
+    names = ("layer", "bits K/V", "K basis of each head", "K error", "logit, nats", "V error")
+    for name in names:
         table.add_column(name, justify="left" if name.startswith("K b") else "right")
-    for i, layer in enumerate(artifact.provenance["layers"]):
+    layers = zip(artifact.specs, artifact.provenance["layers"], strict=True)
+    for i, (spec, layer) in enumerate(layers):
         chosen = [layer["k_error"][b][h] for h, b in enumerate(layer["k_basis"])]
-        means = (sum(v) / len(v) for v in (chosen, layer["k_error_plain"], layer["v_error"]))
-        table.add_row(str(i), runs(layer["k_basis"]), *(f"{m:.2%}" for m in means))
+        k, v = (sum(x) / len(x) for x in (chosen, layer["v_error"]))
+        logit = max(layer["logit_error"]) if "logit_error" in layer else None
+        table.add_row(
+            str(i),
+            f"{spec.k_bits}/{spec.v_bits}",
+            runs(layer["k_basis"]),
+            f"{k:.2%}",
+            "-" if logit is None else f"{logit:.2f}",
+            f"{v:.2%}",
+        )
     return table
 
 

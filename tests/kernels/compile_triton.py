@@ -23,6 +23,7 @@ from oscar_sglang.kernels.materialise import materialise  # noqa: E402
 from oscar_sglang.kernels.restore import restore_sinks  # noqa: E402
 from oscar_sglang.kernels.rotate import join_prefix, rotate_queries  # noqa: E402
 from oscar_sglang.kernels.store import store  # noqa: E402
+from oscar_sglang.kernels.views import query_buffer  # noqa: E402
 
 
 class AbsentGpu:
@@ -56,7 +57,7 @@ def main(sm: int, dim: int, codec_name: str) -> dict[str, int]:
     x = Lab(torch.device("cpu"), kv_heads=2, group=4, dim=dim, lens=(n,), codec_name=codec_name)
     q, k, v = x.qkv(n)
     view, where, one, zero = x.view(), x.batch([(0, 0, n)]), torch.tensor([1]), torch.tensor([0])
-    store(view, where, q, k, v, torch.empty(q.shape), triton_only=True)
+    store(view, where, q, k, v, query_buffer(view, n, q.shape[1]), triton_only=True)
     run_attention(x, [n])
     lse, r = torch.zeros(q.shape[:2]), view.params.r_k
     out = rotate_queries(q, r)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,9 @@ def codec_params(spec: codec.CodecSpec, heads: int, dim: int, device) -> codec.L
     """Parameters as ``calibration.fit`` makes them, from a random query metric; the grid holds
     rows whose mean is 0.5 and deviation 1."""
     a = torch.randn(heads, dim, dim, dtype=torch.float64) / dim**0.5
-    metric = a @ a.transpose(-1, -2)
-    trace = metric.diagonal(dim1=-2, dim2=-1).mean(-1)
-    metric += 0.05 * trace[:, None, None] * torch.eye(dim, dtype=torch.float64)
+    plain = a @ a.transpose(-1, -2)
+    trace = plain.diagonal(dim1=-2, dim2=-1).mean(-1)
+    metric = plain + 0.05 * trace[:, None, None] * torch.eye(dim, dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(metric)).transpose(-1, -2)
     unit = upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]
     made = {
@@ -76,6 +77,16 @@ def codec_params(spec: codec.CodecSpec, heads: int, dim: int, device) -> codec.L
         "metric": metric.float().to(device),
         "grid": torch.tensor([[-7.9, -6.1, 0.047], [-8.2, -7.3, 0.053]]).repeat(heads, 1, 1),
     }
+    if spec.meta == "position":  # 8 octaves; the mean's share; keys' basis not orthogonal
+        stretch = torch.rand(heads, 1, dim, dtype=torch.float64) + 0.5
+        r_k = made["r_k"].cpu().double() * stretch @ orthogonal(heads, dim, "cpu").double()
+        made |= {
+            "r_k": r_k.float(),
+            "q_k": torch.linalg.inv(r_k).transpose(1, 2).contiguous().float(),
+            "metric": plain.float(),
+            "mean": torch.randn(heads, dim) * 2 / dim**0.5,
+            "grid": torch.tensor([[-4.3, -2.6, 0.021], [-4.9, -7.3, 0.053]]).repeat(heads, 1, 1),
+        }
     return codec.LayerParams(**{n: made[n].to(device) for n in spec.tensors(dim)})
 
 
@@ -85,11 +96,17 @@ class Lab:
     def __init__(
         self, device, kv_heads=2, group=2, dim=64, n_sink=16, n_recent=32, lens=(100,), page=16,
         codec_name="feedback", dtype=torch.bfloat16, spread=1.0, first_slot_block=1, poison=True,
+        adjacent=False,
     ):  # fmt: skip
         self.device, self.kv_heads, self.group, self.dim, self.dtype = (
             device, kv_heads, group, dim, dtype,
         )  # fmt: skip
-        spec = codec.CODECS[codec_name]
+        spec = codec.CODECS[codec_name.rstrip("24")]  # position42: 4 bits for K
+        if spec.meta == "position":  # RoPE of all but a quarter of the channels
+            theta = 0.3 ** torch.arange(3 * dim // 8, dtype=torch.float64)
+            rope = codec.Rope.of(theta.tolist(), dim, adjacent)
+            bits = codec_name.removeprefix("position") or "22"
+            spec = codec.with_bits(replace(spec, rope=rope), *map(int, bits))
         if spec.block > 1:  # pages are blocks, and the ring holds at least one
             page, n_recent = spec.block, spec.ring_tokens(n_recent)
             first_slot_block = spec.block // 16
@@ -108,6 +125,7 @@ class Lab:
             HistoryStore(layout, 1, slots, device),
             WindowStore(self.windows, layout, 1, rows, dtype, device),
             SinkCache(layout, 1, 61, dtype, device),
+            context=self.max_context,
         )
         if poison:
             self._poison()
@@ -226,11 +244,16 @@ def run_attention(lab, seq_lens, q_lens=None, splits=5, cap=0.0, spread=1.0, for
     """
     from oscar_sglang.kernels import attend, cuda_attend, merge
     from oscar_sglang.kernels.plan import plan_attend
+    from oscar_sglang.kernels.views import prepare_queries
 
     ragged = q_lens is not None
     q_lens = q_lens or [1] * len(seq_lens)
     total, heads, max_q = sum(q_lens), lab.kv_heads * lab.group, max(q_lens)
-    q = torch.randn(total, heads, lab.dim, device=lab.device) * spread
+    view = lab.view()
+    queries = torch.randn(total, heads, lab.dim, device=lab.device) * spread
+    if view.means is not None:
+        queries = prepare_queries(view, queries)
+    q = queries[..., : lab.dim]
     splits = form.splits if form else splits
     part = attend.Partials(
         len(seq_lens), splits, lab.kv_heads, max_q * lab.group, lab.dim, lab.device
@@ -244,16 +267,16 @@ def run_attention(lab, seq_lens, q_lens=None, splits=5, cap=0.0, spread=1.0, for
         part.plan, lab.rows, lens, recent_start, lab.windows, splits,
         indptr if ragged else None, block=lab.block,
     )  # fmt: skip
-    q = q.clone()  # plan and attend are never neighbours in a stream (``plan_attend``)
-    scale, view = lab.dim**-0.5, lab.view()
+    queries = queries.clone()  # plan and attend are never neighbours in a stream (``plan_attend``)
+    scale = lab.dim**-0.5
     dtype = lab.dtype if form else torch.float32
     out = torch.full((total, heads, lab.dim), float("nan"), device=lab.device, dtype=dtype)
     lse = torch.full((total, heads), float("nan"), device=lab.device)
     if form:
-        cuda_attend.attend(form, part, view, q, lab.req_to_token, scale, cap)
+        cuda_attend.attend(form, part, view, queries, lab.req_to_token, scale, cap)
         cuda_attend.merge(part, view, out, max_q, lse)
     else:
-        attend.attend(part, view, q, lab.req_to_token, scale, cap)
+        attend.attend(part, view, queries, lab.req_to_token, scale, cap)
         merge.merge(part, view, out, max_q, lse)
     want = torch.zeros(out.shape, dtype=torch.float64, device=lab.device)
     want_lse = torch.full_like(lse, -torch.inf, dtype=torch.float64)
@@ -312,7 +335,7 @@ def check_decode_layers(lab, steps):
         where = TokenBatch(lab.rows, last, last + 1, slots, torch.full_like(slots, -1))
         out = torch.empty(q.shape, device=lab.device)
         run.layer(lab.view(), where, q, k, v, lab.req_to_token, out, scale=0.125)
-        rotated = codec.rotate(q, lab.seg.params[0].r_k)
+        rotated = codec.rotate(q, lab.seg.params[0].queries)
         for b, position in enumerate(positions):
             want = lab.attention(b, rotated[b : b + 1], position + 1, 0.125)[0]
             assert relative_rms(out[b : b + 1], want) < 2e-3

@@ -58,7 +58,7 @@ def test_cached_prefix_starts_the_ring_late(lab, check):
     check(x, [100])
 
 
-@pytest.mark.parametrize("codec_name", ["lloyd", "compact", "accurate"])
+@pytest.mark.parametrize("codec_name", ["lloyd", "compact", "accurate", "position"])
 @pytest.mark.parametrize("dim", [16, 64])
 def test_codecs(lab, check, codec_name, dim):
     x = lab(lens=(90, 41), dim=dim, codec_name=codec_name, n_sink=5, n_recent=19)
@@ -66,7 +66,16 @@ def test_codecs(lab, check, codec_name, dim):
     check(x, [90, 41])
 
 
-@pytest.mark.parametrize("codec_name", ["feedback", "aligned", "oscar", "lloyd"])
+@pytest.mark.parametrize(
+    "dim,codec_name", [(16, "position42"), (64, "position24"), (32, "position44")]
+)
+def test_widths(lab, check, dim, codec_name):
+    x = lab(lens=(90, 41), dim=dim, codec_name=codec_name, n_sink=5, n_recent=19)
+    x.fill((90, 41))
+    check(x, [90, 41])
+
+
+@pytest.mark.parametrize("codec_name", ["feedback", "aligned", "oscar", "lloyd", "position"])
 def test_large_values(lab, check, codec_name):
     x = lab(lens=(80,), spread=2000.0, codec_name=codec_name, dtype=torch.bfloat16)
     x.fill((80,))
@@ -114,9 +123,10 @@ def test_decode_attention_facade(lab, rms, max_q):
         attention.step(200, max_q)
 
 
-def test_layer_is_store_then_attention(lab, check_layer):
+@pytest.mark.parametrize("codec_name", ["feedback", "position"])
+def test_layer_is_store_then_attention(lab, check_layer, codec_name):
     """The next token of each request, stored and attended by one call."""
     lens = (70, 9)
-    x = lab(lens=lens)
+    x = lab(lens=lens, codec_name=codec_name)
     x.fill(lens)
     check_layer(x, [lens])

@@ -8,6 +8,7 @@ import torch
 
 from oscar_sglang.kernels import codec_lloyd, cuda_attend, cuda_store, driver, nvrtc
 from oscar_sglang.kernels.tile import FORMS
+from oscar_sglang.kernels.views import query_buffer
 
 KERNELS = Path(nvrtc.__file__).parent
 
@@ -21,20 +22,26 @@ COMPILED = [
     *(("affine", dim, *a) for dim in (64, 128) for a in ARCHS),
     *(
         (meta, dim, *a)
-        for meta in ("compact", "scale", "channel")
+        for meta in ("compact", "position", "scale", "channel")
         for dim, a in ((128, ARCHS[0]), (64, ARCHS[-1]))
     ),
 ]
 
 
-@pytest.mark.parametrize("meta,dim,arch,paged", COMPILED)
-def test_compiles_without_a_toolkit(meta, dim, arch, paged, tmp_path, monkeypatch):
+WIDTHS = [("position", 128, *ARCHS[0], 4, 2), ("position", 64, *ARCHS[0], 4, 4)]
+
+
+@pytest.mark.parametrize(
+    "meta,dim,arch,paged,k_bits,v_bits", [*((*case, 2, 2) for case in COMPILED), *WIDTHS]
+)
+def test_compiles_without_a_toolkit(meta, dim, arch, paged, k_bits, v_bits, tmp_path, monkeypatch):
     if not nvrtc.available():
         pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path))
     shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
+    shape |= {"K_BITS": k_bits, "V_BITS": v_bits}
     attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
-    searched = meta in ("affine", "compact")
+    searched = meta in ("affine", "compact", "position")
     codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": searched, "ACCURATE": searched and not paged}
     codes = {name: int(on) for name, on in codes.items()}
     merge = codes | {"MERGE_ROWS": 4}
@@ -134,7 +141,7 @@ def test_ranges(lab, check, kernel, spread, q_spread):
     check(x, [900], spread=q_spread, form=form(kernel, 11), tol=4e-3)
 
 
-CODECS = ["compact", "lloyd"]  # those whose metadata are not FP16 step and lo
+CODECS = ["compact", "position", "lloyd"]  # those whose metadata are not FP16 step and lo
 
 
 @gpu
@@ -288,7 +295,7 @@ class Layers:
         self.where = TokenBatch(x.rows, last, last + 1, slots, torch.full_like(slots, -1))
         self.inputs = [[x.random(batch, n) for n in (32, 8, 8)] for _ in range(layers)]
         self.outs = torch.empty(layers, batch, 32, 128, device=x.device, dtype=x.dtype)
-        self.q_rot = torch.empty(batch, 32, 128, device=x.device)
+        self.q_rot = query_buffer(x.view(), batch, 32)
         self.view, self.options = x.view(), dict(scale=128**-0.5)
 
     def refresh(self):
@@ -330,7 +337,7 @@ class Layers:
     "batch,codec_name",
     [
         *((batch, "feedback") for batch in (1, 3, 40)),
-        *((3, name) for name in ("compact", "lloyd", "accurate", "accurate-compact")),
+        *((3, n) for n in ("compact", "position", "lloyd", "accurate", "accurate-compact")),
     ],
 )
 def test_codes_written_beside_merge(lab, batch, codec_name):
@@ -350,7 +357,7 @@ def test_codes_written_beside_merge(lab, batch, codec_name):
     "batch,codec_name",
     [
         *((batch, "feedback") for batch in (1, 24, 40)),
-        *((8, name) for name in ("compact", "lloyd", "omni")),
+        *((8, name) for name in ("compact", "position", "lloyd", "omni")),
     ],
 )
 def test_overlap_changes_nothing(lab, monkeypatch, batch, codec_name):

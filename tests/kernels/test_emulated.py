@@ -20,6 +20,7 @@ from oscar_sglang.kernels.attend import Partials
 from oscar_sglang.kernels.decode import DecodeAttention
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.plan import plan_attend
+from oscar_sglang.kernels.views import prepare_queries, query_buffer
 from oscar_sglang.selftest import check_served
 
 pytestmark = pytest.mark.skipif(
@@ -43,6 +44,13 @@ CASES = {
     "lloyd-cta": (CTA, dict(dim=128, kv_heads=8)),
     # More splits than merge has warps.
     "lloyd-long": (replace(PAGED, splits=12), dict(dim=64, kv_heads=1)),
+    "position": (UNPAGED, dict(dim=64, page=1)),
+    "position-neighbours": (CTA, dict(dim=128, kv_heads=8, adjacent=True)),
+    "position42": (PAGED, dict(dim=128)),
+    "position24": (UNPAGED, dict(dim=64, page=1)),
+    "position42-cta": (CTA, dict(dim=64, kv_heads=8)),
+    "position44-cta": (CTA, dict(dim=128, kv_heads=8)),
+    "position-huge": (PAGED, dict(dim=64, spread=2000.0)),
     "omni": (UNPAGED, dict(dim=64)),
     "omni-paged": (PAGED, dict(dim=128)),
     "omni-cta": (CTA, dict(dim=64, kv_heads=8)),
@@ -54,7 +62,7 @@ def test_attend(lab, cuda, check, case):
     """Ragged lengths and queries: windows alone, history, a ring that wraps, splits in between."""
     form, changes = CASES[case]
     name = case.partition("-")[0]
-    block = codec.CODECS[name].block
+    block = 128 if name == "omni" else 1
     lens, q_lens = ([300, 20, 180], [1, 3, 2]) if block == 1 else ([3 * block + 50, 20], [1, 3])
     if case.endswith("long"):
         lens, q_lens = [2300], [2]
@@ -73,7 +81,8 @@ def test_soft_cap_and_no_context(lab, cuda, check):
 
 STORED = [
     ("feedback", 128), ("feedback", 64), ("oscar", 64), ("lloyd", 128), ("compact", 64),
-    ("accurate", 64), ("accurate-compact", 128),
+    ("accurate", 64), ("accurate-compact", 128), ("position", 64), ("position", 128),
+    ("position42", 64), ("position44", 128),
 ]  # fmt: skip
 
 
@@ -82,15 +91,19 @@ def test_store(lab, cuda, name, dim):
     """Codes, metadata, windows and rotated queries of ordinary, zero, constant and huge rows."""
     n, shape = 21, dict(codec_name=name, dim=dim, kv_heads=2, group=2, dtype=torch.float16)
     x, same = (lab(lens=(n,), n_sink=4, n_recent=9, **shape) for _ in range(2))
-    same.seg.params[0] = params = x.seg.params[0]
+    same.seg.params[0] = x.seg.params[0]
     same.req_to_token = x.req_to_token
     q, k, v = x.qkv(n)
     for t in (k, v):
         t[0], t[1], t[2] = 0.0, 1.5, 300 * t[2]
-    q_rot = torch.full((n, 4, dim), float("nan"))
-    cuda_store.store(x.view(), x.batch([(0, 0, n)]), q, k, v, q_rot)
+    view = x.view()
+    q_rot = query_buffer(view, n, 4).fill_(float("nan"))
+    cuda_store.store(view, x.batch([(0, 0, n)]), q, k, v, q_rot)
     same.reference_store(0, 0, n, k, v)
-    torch.testing.assert_close(q_rot, codec.rotate(q, params.r_k), rtol=1e-3, atol=1e-3)
+    want = prepare_queries(view, q)
+    torch.testing.assert_close(q_rot[..., :dim], want[..., :dim], rtol=1e-3, atol=1e-3)
+    got, want = (c[..., dim:].view(torch.float16).float() for c in (q_rot, want))
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
     slots = x.req_to_token[1, :n].long()
     for got, want in zip(
         x.seg.history.read(0, slots), same.seg.history.read(0, slots), strict=True
@@ -102,7 +115,7 @@ def test_store(lab, cuda, name, dim):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["feedback", "compact", "accurate"])
+@pytest.mark.parametrize("name", ["feedback", "compact", "accurate", "position"])
 def test_codes_written_beside_merge(lab, cuda, name):
     """rotate, attend and an encoding merge: bit-equal to store, attend and merge."""
     lens, shape = [150, 3], dict(kv_heads=2, group=2, dim=64, n_sink=8, n_recent=30)
@@ -113,7 +126,8 @@ def test_codes_written_beside_merge(lab, cuda, name):
     part = Partials(2, UNPAGED.splits, 2, 2, 64, "cpu")
     results = []
     for beside in (True, False):
-        view, q_rot = x.view(), torch.empty(2, 4, 64)
+        view = x.view()
+        q_rot = query_buffer(view, 2, 4)
         out = torch.full((2, 4, 64), float("nan"), dtype=torch.float16)
         write = cuda_store.rotate if beside else cuda_store.store
         fresh = write(view, where, q, k, v, q_rot)

@@ -9,7 +9,15 @@ from oscar_sglang.kernels.materialise import materialise
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
-    "dim,codec_name", [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact")]
+    "dim,codec_name",
+    [
+        (32, "feedback"),
+        (64, "feedback"),
+        (32, "lloyd"),
+        (64, "compact"),
+        (64, "position"),
+        (32, "position42"),
+    ],
 )
 def test_ranges(lab, page, dim, codec_name):
     lens = (90, 10, 47)

@@ -6,10 +6,14 @@ import torch
 from oscar_sglang.kernels import reference
 from oscar_sglang.kernels.accumulate import accumulate
 from oscar_sglang.kernels.restore import restore_sinks
+from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
+
+WIDTHS = ("position", "position42", "position", "position44")
 
 
 @pytest.mark.parametrize(
-    "dim,codec_name", [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact")]
+    "dim,codec_name",
+    [(32, "feedback"), (64, "feedback"), (32, "lloyd"), (64, "compact"), (32, "position")],
 )
 @pytest.mark.parametrize("n_sink", [5, 33])
 def test_restore_equals_the_reference(lab, dim, codec_name, n_sink):
@@ -42,6 +46,38 @@ def test_restore_equals_the_reference(lab, dim, codec_name, n_sink):
             assert not got[:, b + 1, :n].isnan().any()
     assert counters.tolist() == [hits, wanted - hits, 3]
     assert 0 < hits < wanted or n_sink < 10
+
+
+def test_layers_of_different_widths(lab, device):
+    """Each layer's missed rows are read as its own bits and with its own mean."""
+    labs = [lab(lens=(40,), dim=32, n_sink=21, n_recent=8, codec_name=n) for n in WIDTHS]
+    first, layers = labs[0].seg, len(WIDTHS)
+    specs = [x.seg.spec for x in labs]
+    layouts = [x.seg.history.layouts[0] for x in labs]
+    seg = reference.Segments(
+        first.spec,
+        [x.seg.params[0] for x in labs],
+        HistoryStore(layouts, layers, first.history.num_slots, device),
+        WindowStore(labs[0].windows, layouts[0], layers, 3, torch.float32, device),
+        SinkCache(layouts[0], layers, 61, torch.float32, device),
+        specs,
+        labs[0].max_context,
+    )
+    table, n = labs[0].req_to_token, torch.tensor([40], device=device)
+    batch = reference.plan_batch(seg, labs[0].rows, 0 * n, n, table[1, :40])
+    for i in range(layers):
+        reference.store(seg, i, batch, labs[i].random(40, 2), labs[i].random(40, 2))
+    seg.sinks.tag[::2] = -1
+    assert 0 < reference.restore_sinks(seg, 1, table[1, :21].long()) < 21
+    windows = seg.windows.sink_k, seg.windows.sink_v
+    want = [w.stack.clone() for w in windows]
+    for w in windows:
+        w.stack[:, 1] = torch.nan
+    counters = torch.zeros(3, dtype=torch.int64, device=device)
+    restore_sinks(seg, table, labs[0].rows, n, n > 0, counters)
+    for w, expected in zip(windows, want, strict=True):
+        assert torch.allclose(w.stack[:, 1], expected[:, 1], rtol=1e-4, atol=1e-5)
+    assert counters[1] == 21 - counters[0] and counters[2] == 1
 
 
 @pytest.mark.parametrize("heads", [3, 8])

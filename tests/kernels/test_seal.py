@@ -92,6 +92,7 @@ def test_variants(omni, option):
     if option == "no norm":
         for x in (a, b):
             x.seg.spec = spec_of("omni", {"norm": "none"})
+            x.seg.specs = [x.seg.spec]
     step(a, b, [(0, 0, 128)])
 
 

@@ -37,10 +37,10 @@ def served(lab, device, codec_name: str, triton_only: bool) -> tuple:
         block=spec.block,
     )  # fmt: skip
     cache = lab(kv_heads=heads, dim=dim, lens=(8,), codec_name=codec_name)
-    return attention, spec, cache.seg.params[0]
+    return attention, cache.seg.spec, cache.seg.params[0]
 
 
-@pytest.mark.parametrize("codec_name", ["compact", "lloyd", "omni"])
+@pytest.mark.parametrize("codec_name", ["compact", "lloyd", "position", "omni"])
 def test_sound_kernels_of_a_server(lab, device, codec_name):
     check_served(*served(lab, device, codec_name, True))
 

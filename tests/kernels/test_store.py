@@ -7,7 +7,7 @@ from oscar_sglang.kernels import codec, reference
 from oscar_sglang.kernels.cuda_attend import has_layout
 from oscar_sglang.kernels.cuda_store import has_codec
 from oscar_sglang.kernels.store import store
-from oscar_sglang.kernels.views import TokenBatch
+from oscar_sglang.kernels.views import TokenBatch, prepare_queries, query_buffer
 
 
 def assert_codes(x, y, rows, spec_range, factor, allow=0.02):
@@ -63,6 +63,9 @@ SHAPES = [
     # The interpreter is slow at the search of accurate; accurate-compact has it too.
     *(pytest.param(64, 16, n, marks=[ON_GPU] * (n == "accurate")) for n in ROW_CODECS),
     *(pytest.param(128, 16, name, marks=ON_GPU) for name in ROW_CODECS),
+    (16, 1, "position42"),
+    (64, 16, "position24"),
+    pytest.param(128, 16, "position44", marks=ON_GPU),
 ]
 
 
@@ -71,14 +74,19 @@ def test_store_matches_the_reference(lab, rms, triton_only, codec_name, dim, pag
     x = lab(lens=(40, 21, 20), dim=dim, page=page, codec_name=codec_name, n_sink=7, n_recent=19)
     tokens = x.batch(SPANS)
     q, k, v = x.qkv(58)
-    q_rot = torch.full(q.shape, float("nan"), device=x.device)
-    store(x.view(), tokens, q, k, v, q_rot, triton_only)
+    view = x.view()
+    q_rot = query_buffer(view, 58, q.shape[1]).fill_(float("nan"))
+    store(view, tokens, q, k, v, q_rot, triton_only)
     params = x.seg.params[0]
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
-    assert rms(q_rot, codec.rotate(q, params.r_k)) < 3e-5  # queries: two 16-bit parts of R
+    want = prepare_queries(view, q)
+    assert rms(q_rot[..., :dim], want[..., :dim]) < 3e-5  # queries: two 16-bit parts of R
+    if view.means is not None:
+        got, want = (t[..., dim:].view(torch.float16) for t in (q_rot, want))
+        assert (got != want).float().mean() < 0.01 and torch.allclose(got, want, rtol=2e-3)
     k_rows, v_rows = x.seg.history.read(0, tokens.slots)
-    for rows, y, encode in ((k_rows, k_rot, codec.encode_k), (v_rows, v_rot, codec.encode_v)):
-        assert_rows(rows, encode(x.seg.spec, params, y))
+    assert_rows(k_rows, codec.encode_k(x.seg.spec, params, k_rot, tokens.positions))
+    assert_rows(v_rows, codec.encode_v(x.seg.spec, params, v_rot))
     if x.seg.spec.meta == "affine" and x.seg.spec.search != "accurate":
         assert_codes(x, k_rot, k_rows, x.seg.spec.k_range, params.factor)
         assert_codes(x, v_rot, v_rows, x.seg.spec.v_range, None)
@@ -156,7 +164,7 @@ def test_queries_can_be_skipped(lab, triton_only):
 
 
 @pytest.mark.parametrize(
-    "codec_name", ["feedback", "oscar", "lloyd", "compact", "accurate-compact"]
+    "codec_name", ["feedback", "oscar", "lloyd", "compact", "accurate-compact", "position"]
 )
 @pytest.mark.parametrize(
     "value", [0.0, 1.0, 65504.0, -65504.0, 1e-40, 1e-7], ids=lambda v: f"{v:g}"
@@ -166,9 +174,9 @@ def test_degenerate_rows_stay_finite(lab, triton_only, codec_name, value):
     tokens = x.batch([(0, 0, 2)])
     q, k, v = (torch.full_like(t, value) for t in x.qkv(2))
     k[1, :, ::2] *= -1
-    store(x.view(), tokens, q, k, v, torch.empty_like(q, dtype=torch.float32), triton_only)
+    store(x.view(), tokens, q, k, v, query_buffer(x.view(), 2, q.shape[1]), triton_only)
     spec, params = x.seg.spec, x.seg.params[0]
-    k_hat, v_hat = reference.read_history(x.seg, 0, tokens.slots)
+    k_hat, v_hat = reference.read_history(x.seg, 0, tokens.slots, tokens.positions)
     assert k_hat.isfinite().all() and v_hat.isfinite().all()
     v_rot = codec.rotate(v, params.r_v)
     want = codec.decode_v(spec, params, codec.encode_v(spec, params, v_rot))
@@ -178,20 +186,17 @@ def test_degenerate_rows_stay_finite(lab, triton_only, codec_name, value):
 
 @pytest.mark.parametrize(
     "codec_name",
-    ["feedback", "compact", "lloyd", pytest.param("accurate-compact", marks=ON_GPU)],
+    ["feedback", "compact", "lloyd", "position", pytest.param("accurate-compact", marks=ON_GPU)],
 )
 def test_rows_do_not_depend_on_their_batch(lab, triton_only, codec_name):
     """The same token alone and inside a long batch yields the same bytes."""
     x = lab(lens=(40,), dim=128 if torch.cuda.is_available() else 32, codec_name=codec_name)
     tokens = x.batch([(0, 0, 40)])
     q, k, v = x.qkv(40)
-    scratch = torch.empty_like(q, dtype=torch.float32)
-    store(x.view(), tokens, q, k, v, scratch, triton_only)
+    store(x.view(), tokens, q, k, v, None, triton_only)
     together = x.seg.history.blocks[0].clone()
     one = TokenBatch(*(t[33:34] for t in tokens))
-    store(
-        x.view(), one, q[33:34], k[33:34], v[33:34], torch.empty_like(scratch[33:34]), triton_only
-    )
+    store(x.view(), one, q[33:34], k[33:34], v[33:34], None, triton_only)
     assert torch.equal(x.seg.history.blocks[0], together)
 
 

@@ -26,7 +26,7 @@ def test_vector_files(lab, d, name, packed):
 
     factor = matrix(vectors.feedback_factor(vec.metric)) if name == "feedback" else None
     x.seg.params[0] = codec.LayerParams(matrix(vec.rotation), matrix(vec.rotation), factor)
-    x.seg.spec = dataclasses.replace(x.seg.spec, k_range=RangeRule("shrink", 0.75))
+    x.seg.specs = [dataclasses.replace(x.seg.spec, k_range=RangeRule("shrink", 0.75))]
     k = matrix(vec.k)[0][:, None].contiguous()
     position = torch.arange(len(k), device=x.device)
     slots = x.req_to_token[1, : len(k)].long()

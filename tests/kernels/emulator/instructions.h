@@ -118,6 +118,13 @@ template <class T> T load_shared_as(u32 at, u32 alignment) {
 }
 inline u32 lds32(u32 at) { return load_shared_as<u32>(at, 4); }
 inline uint2 lds64(u32 at) { return load_shared_as<uint2>(at, 8); }
+inline uint4 lds128(u32 at) { return load_shared_as<uint4>(at, 16); }
+inline void store_shared(u32 at, std::initializer_list<u32> words) {
+  check_alignment(at, 4 * words.size());
+  std::memcpy(shared_memory + at, words.begin(), 4 * words.size());
+}
+inline void sts64(u32 at, u32 x, u32 y) { store_shared(at, {x, y}); }
+inline void sts128(u32 at, u32 x, u32 y, u32 z, u32 w) { store_shared(at, {x, y, z, w}); }
 
 // ---- cp.async: a thread's copies, in groups
 struct Copy { u32 to; const void* from; int bytes, group; };
@@ -213,6 +220,10 @@ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     }
     return 0;
   });
+}
+inline void mma_from(float (&d)[4], const float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  for (int i = 0; i < 4; i++) d[i] = c[i];
+  mma(d, a0, a1, a2, a3, b0, b1);
 }
 inline void mma_window(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   mma(c, a0, a1, a2, a3, b0, b1);
