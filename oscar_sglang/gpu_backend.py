@@ -100,7 +100,7 @@ class OscarGpuBackend(AttentionBackend):
         from .selftest import check_served, proven
 
         attention = self.decode_attention
-        if attention.cuda and not proven(attention.device):
+        if attention.cuda and not proven(attention.device, self.pool.segments.spec.name):
             for view in {v.spec: v for v in self.views}.values():
                 check_served(attention, view.spec, view.params)
 

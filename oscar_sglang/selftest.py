@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Compute capabilities of GPUs on which the tests of all CUDA kernels have passed.
 PROVEN_ON = ((9, 0),)
+# Codecs of which not all have: on an H200 two of ``position``'s tests of large logits fail.
+UNPROVEN = ("position",)
 # Rows whose codes or metadata differ may do so by a tie of float32 rounding: below 1% here.
 EQUAL_ROWS = 0.97
 # Relative RMS. Exact rows are BF16; attend multiplies in FP16 and writes BF16.
@@ -190,9 +192,9 @@ def _stored(ours: _Pool, other: _Pool) -> tuple[float, float]:
     return equal.float().mean().item(), max(_error(x, y) for x, y in pairs)
 
 
-def proven(device: torch.device) -> bool:
+def proven(device: torch.device, codec: str) -> bool:
     """Whether the kernels need no comparison here before they serve."""
-    return torch.cuda.get_device_capability(device) in PROVEN_ON
+    return codec not in UNPROVEN and torch.cuda.get_device_capability(device) in PROVEN_ON
 
 
 def check_served(attention: DecodeAttention, spec: CodecSpec, params: LayerParams) -> None:

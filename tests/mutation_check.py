@@ -200,11 +200,21 @@ KERNEL_FAULTS = {
     ),
     "materialise: V decoded from K": Fault(
         "materialise.py",
-        "blocks, slot, pos, history, head, 1, grid",
-        "blocks, slot, pos, history, head, 0, grid",
+        "blocks, slot, history, head, 1, grid",
+        "blocks, slot, history, head, 0, grid",
     ),
     "materialise: every prefix starts at 0": Fault(
         "materialise.py", "tl.load(starts + request).to(tl.int64) + i", "i"
+    ),
+    "materialise: means of other positions": Fault(
+        "materialise.py", "((pos // 16 * Hk + head)", "((pos // 32 * Hk + head)"
+    ),
+    "store: keys' means of other positions": Fault(
+        "store.py", "units, pos // 16, ok", "units, pos // 32, ok"
+    ),
+    "store: no gain": Fault("store.py", "sound = (found > 0)", "sound = (found < 0)"),
+    "attend: means of other positions": Fault(
+        "attend.py", "turn = (pos // 16)", "turn = (pos // 32)"
     ),
 }
 
@@ -246,6 +256,20 @@ CUDA_FAULTS = {
     "V rotated as K": Fault("store.cu", "(KEY ? a.r_k : a.r_v)", "a.r_k"),
     "a row too many in the sink": Fault(
         "rows.cu", "if (pos < a.n_sink) write", "if (pos <= a.n_sink) write"
+    ),
+    "means of the next positions": Fault(
+        "warp.cu", "turn = (pos >> 4) + 2 * stride", "turn = (pos >> 4) + 1 + 2 * stride"
+    ),
+    "biases of another group": Fault("warp.cu", "if (FIRST || w.group_ends())", "if (FIRST)"),
+    "codes counted from 0": Fault(
+        "warp.cu", "start[4] = {sum0, sum1, sum0, sum1}", "start[4] = {0.f, 0.f, 0.f, 0.f}"
+    ),
+    "upper codes of 4 bits": Fault("meta.cu", "p >= 2 ? w >> 8", "p >= 3 ? w >> 8"),
+    "keys' means of other positions": Fault(
+        "rows.cu", "(m.positions[token] >> 4)", "(m.positions[token] >> 5)"
+    ),
+    "no gain": Fault(
+        "rows.cu", "step_byte(key.step * gain, grid[0])", "step_byte(key.step, grid[0])"
     ),
     "errors not fed back": Fault("rows.cu", "fmaf(-e, f[i][k], y.v[k])", "fmaf(-e, 0.f, y.v[k])"),
 }

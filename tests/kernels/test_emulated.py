@@ -50,6 +50,9 @@ CASES = {
     "position24": (UNPAGED, dict(dim=64, page=1)),
     "position42-cta": (CTA, dict(dim=64, kv_heads=8)),
     "position44-cta": (CTA, dict(dim=128, kv_heads=8)),
+    # More tiles than biases are computed for together.
+    "position-long": (replace(PAGED, splits=1), dict(dim=64, kv_heads=1)),
+    "position-cta-long": (replace(CTA, splits=1), dict(dim=64, kv_heads=8, group=1)),
     "position-huge": (PAGED, dict(dim=64, spread=2000.0)),
     "omni": (UNPAGED, dict(dim=64)),
     "omni-paged": (PAGED, dict(dim=128)),
@@ -65,7 +68,7 @@ def test_attend(lab, cuda, check, case):
     block = 128 if name == "omni" else 1
     lens, q_lens = ([300, 20, 180], [1, 3, 2]) if block == 1 else ([3 * block + 50, 20], [1, 3])
     if case.endswith("long"):
-        lens, q_lens = [2300], [2]
+        lens, q_lens = [2300 if form.splits > 1 else 700], [2]
     shape = dict(kv_heads=2, group=4, n_sink=21, n_recent=40, dtype=torch.float16)
     x = lab(lens=lens, codec_name=name, **(shape | changes))
     x.fill(lens)

@@ -79,7 +79,10 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
 
 @pytest.mark.parametrize(
     "capability, codec, checks",
-    [((8, 0), "feedback", 1), ((9, 0), "feedback", 0), ((12, 0), "lloyd", 1), ((9, 0), "omni", 0)],
+    [
+        *(((8, 0), "feedback", 1), ((9, 0), "feedback", 0), ((12, 0), "lloyd", 1)),
+        *(((9, 0), "omni", 0), ((9, 0), "position", 1)),
+    ],
 )
 def test_a_server_checks_kernels_that_are_not_proven(monkeypatch, capability, codec, checks):
     from oscar_sglang.gpu_backend import OscarGpuBackend
@@ -88,7 +91,7 @@ def test_a_server_checks_kernels_that_are_not_proven(monkeypatch, capability, co
     checked = []
     monkeypatch.setattr(selftest, "check_served", lambda *what: checked.append(what))
     pool = SimpleNamespace(segments=SimpleNamespace(spec=CODECS[codec]))
-    views = [SimpleNamespace(params="of layer 0")]
+    views = [SimpleNamespace(spec=CODECS[codec], params="of layer 0")]
     for cuda in (True, False):  # the portable kernels are none of those
         attention = SimpleNamespace(cuda=cuda, device=torch.device("cuda", 0))
         backend = SimpleNamespace(pool=pool, decode_attention=attention, views=views)
