@@ -114,14 +114,15 @@ class OscarKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
-        layouts = [spec.layout(self.head_num, self.head_dim) for spec in setup.specs]
-        counts = (self.layer_num, plan.layers, len(setup.layer_ids), len(setup.params))
-        if len({*counts, len(layouts)}) > 1:
+        of_setup = (setup.layer_ids, setup.params, setup.specs)
+        counts = (self.layer_num, plan.layers, *map(len, of_setup))
+        if len(set(counts)) > 1:
             raise OscarError(
                 "layers of SGLang's pool, of the memory plan, of the model's attention and of the "
                 f"artifact differ: {', '.join(map(str, counts))}; drop --kv-cache-dtype int2 (and "
                 "please report it)"
             )
+        layouts = [spec.layout(self.head_num, self.head_dim) for spec in setup.specs]
         assert layouts == plan.layouts
         layout = plan.history  # windows are the same in every layer
         self.k_buffer = self.v_buffer = ()

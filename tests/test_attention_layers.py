@@ -94,16 +94,15 @@ def test_layers_that_sglangs_class_for_transformers_keeps_aside():
     refuse_layers(model, [0, 1])
 
 
-@pytest.mark.parametrize("wrong", ["pool", "plan", "layer_ids", "params"])
+@pytest.mark.parametrize("wrong", ["pool", "plan", "layer_ids", "params", "specs"])
 def test_a_pool_of_other_layers_is_not_built(wrong):
     """A check that neither ``python -O`` nor a model of another kind can pass over."""
-    count = dict.fromkeys(("pool", "plan", "layer_ids", "params"), 2) | {wrong: 3}
+    count = dict.fromkeys(("pool", "plan", "layer_ids", "params", "specs"), 2) | {wrong: 3}
     pool = object.__new__(OscarKVPool)
     pool.layer_num, pool.head_num, pool.head_dim = count["pool"], 2, 64
-    history = object()
     pool.setup = SimpleNamespace(
-        plan=SimpleNamespace(layers=count["plan"], history=history),
-        spec=SimpleNamespace(layout=lambda *_: history),
+        plan=SimpleNamespace(layers=count["plan"]),
+        specs=[None] * count["specs"],
         layer_ids=(0,) * count["layer_ids"],
         params=[None] * count["params"],
     )
