@@ -345,7 +345,7 @@ def test_unsupported_models_are_refused_before_loading(tmp_path, change, message
 def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path):
     folder = llama(tmp_path)
     (folder / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(CalibrationError, match="transformers cannot load this model") as error:
+    with pytest.raises(art.FingerprintError, match="no safetensors file; fetch it again") as error:
         calibrate(folder)
     assert "\n" not in str(error.value)
 
