@@ -85,6 +85,16 @@ def test_options_move_into_the_dtype():
         config_of_dtype("int2?recent_tokens=many")
 
 
+def test_new_weights_cannot_move_the_bits_of_a_running_cache():
+    default = OscarConfig()
+    assert default.with_weight_update("feedback").on_weight_update == "recalibrate"
+    assert default.with_weight_update("position").on_weight_update == "keep"
+    asked = OscarConfig(on_weight_update="recalibrate")
+    assert asked.with_weight_update("feedback") == asked
+    with pytest.raises(OscarError, match="not built for codec position.*give keep or refuse"):
+        asked.with_weight_update("position")
+
+
 def test_config_is_frozen():
     with pytest.raises(AttributeError):
         OscarConfig().codec = "oscar"
