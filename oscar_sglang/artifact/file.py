@@ -26,7 +26,8 @@ from ..kernels.codec import CODECS, CodecSpec, LayerCodec, LayerParams, layer_sp
 from ..kernels.codec_position import Rope
 from ..kernels.hadamard import hadamard
 from .fingerprint import Fingerprint, FingerprintError
-from .header import FORMAT_VERSION, METADATA_KEY, ArtifactError, Header, read_header
+from .header import FORMAT_VERSION, ArtifactError, Header, read_header
+from .weights import METADATA_KEY
 
 __all__ = [
     "FORMAT_VERSION",
@@ -127,7 +128,7 @@ def load(path: Path | str) -> Artifact:
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ArtifactError(f"{path}: cannot be read ({error})") from None
     layers = [
-        LayerParams(*(tensors.get(f"layers.{i}.{name}") for name in LayerParams._fields))
+        LayerParams._make(tensors.get(f"layers.{i}.{name}") for name in LayerParams._fields)
         for i in range(header.fingerprint.layers)
     ]
     artifact = _artifact(header, layers)
@@ -177,7 +178,7 @@ def shard(artifact: Artifact, tp_rank: int, tp_size: int) -> list[LayerParams]:
     first = tp_rank * total // tp_size
     heads = slice(first, first + max(1, total // tp_size))
     return [
-        LayerParams(*(None if t is None else t[heads].clone() for t in params))
+        LayerParams._make(None if t is None else t[heads].clone() for t in params)
         for params in artifact.layers
     ]
 
@@ -193,10 +194,10 @@ def data_free(
     """Plain Hadamard rotations, the identity as metric: all there is to a codec that needs no data
     (``options``: ``codec_omni.OPTIONS``); of others only for benchmarks with dummy weights."""
     d, heads = fingerprint.head_dim, fingerprint.kv_heads
-    options = _options_of(codec, options or {})
+    made = _options_of(codec, options or {})
     if CODECS[codec].meta == "position":
-        options = {"rope": dataclasses.asdict(Rope.still(d)), "bits": _spread(fingerprint.layers)}
-    h = torch.eye(d) if options.get("rotation") == "none" else hadamard(d).float()
+        made = {"rope": dataclasses.asdict(Rope.still(d)), "bits": _spread(fingerprint.layers)}
+    h = torch.eye(d) if made.get("rotation") == "none" else hadamard(d).float()
     neutral = {
         "r_k": h,
         "r_v": h,
@@ -206,7 +207,7 @@ def data_free(
         "q_k": h,
         "mean": torch.zeros(d),
     }
-    provenance = {"data": "none: the codec has no statistics", "warnings": []}
+    provenance: dict[str, Any] = {"data": "none: the codec has no statistics", "warnings": []}
     if CODECS[codec].needs_data:
         report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
         provenance = {"data": report, "warnings": [report]}
@@ -219,7 +220,7 @@ def data_free(
         )
         for _ in range(fingerprint.layers)
     ]
-    return Artifact(fingerprint, codec, options, layers, provenance)
+    return Artifact(fingerprint, codec, made, layers, provenance)
 
 
 def _spread(layers: int) -> list[list[int]]:
