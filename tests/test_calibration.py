@@ -20,8 +20,8 @@ from oscar_sglang.calibration import (
 from oscar_sglang.calibration.attention import replaced_attention
 from oscar_sglang.calibration.collect import check_supported, collect, load_model
 from oscar_sglang.calibration.data import load_tokens
-from oscar_sglang.calibration.fit import feedback_factor, fit_layer
-from oscar_sglang.calibration.fit_options import feedback_metric
+from oscar_sglang.calibration.fit import fit_layer
+from oscar_sglang.calibration.fit_options import feedback_factor, feedback_metric
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0

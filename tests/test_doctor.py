@@ -15,6 +15,7 @@ from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
 from oscar_sglang.health import doctor, selftest
+from oscar_sglang.plugin import registration
 
 pytestmark = pytest.mark.sglang
 
@@ -78,9 +79,9 @@ def test_a_changed_sglang_is_named(monkeypatch):
     hook = hooks.HOOKS[0]
     monkeypatch.setattr(hooks, "HOOKS", (replace(hook, takes=("everything",)), *hooks.HOOKS[1:]))
     monkeypatch.setattr(hooks, "SGLANG_VERSION", "0.5.99")
-    hooks.unfit.cache_clear()
+    registration.unfit.cache_clear()
     found = failures()
-    hooks.unfit.cache_clear()
+    registration.unfit.cache_clear()
     assert "pip install sglang==0.5.99" in found["sglang"]
     assert "takes (parser), expected (everything)" in found["hook ServerArgs.add_cli_args"]
 
@@ -99,7 +100,7 @@ def test_kill_switch_registers_nothing_and_says_so(monkeypatch, caplog):
 
     monkeypatch.setenv("OSCAR_SGLANG_DISABLE", "1")
     monkeypatch.setattr(HookRegistry, "register", never)
-    hooks.register()
+    registration.register()
     assert "switched off by OSCAR_SGLANG_DISABLE" in caplog.text
     assert "OSCAR_SGLANG_DISABLE" in doctor.kill_switch().detail
 

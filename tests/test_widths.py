@@ -120,7 +120,7 @@ def test_calibration_chooses_and_records(folder, tmp_path):
     pairs = [(s.k_bits, s.v_bits) for s in loaded.specs]
     assert sorted(w for pair in pairs for w in pair) == [2, 2, 4, 4]
     assert [tuple(x) for x in loaded.options["bits"]] == pairs
-    assert art.read_header(path).widths == tuple(pairs)
+    assert art.load(path).widths == tuple(pairs)
     reports = loaded.provenance["layers"]
     scores = {(r["score"][side], pairs[i][side]) for i, r in enumerate(reports) for side in (0, 1)}
     assert min(s for s, bits in scores if bits == 4) > max(s for s, bits in scores if bits == 2)

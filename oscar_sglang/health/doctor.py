@@ -52,7 +52,8 @@ def examine(model: Path | None = None, artifact: Path | None = None) -> Iterator
 
 
 def versions() -> Iterator[Check]:
-    from ..hooks import SGLANG_VERSION, unfit
+    from ..hooks import SGLANG_VERSION
+    from ..plugin.registration import unfit
 
     yield Check("oscar-sglang", OK, f"{__version__}, Python {platform.python_version()}")
     for name in ("sglang", "torch", "transformers"):
@@ -129,7 +130,8 @@ def kernels(forms: tuple[str, ...]) -> Iterator[Check]:
 def hooks() -> Iterator[Check]:
     """Each row of the ledger as the installed SGLang has it, then whether SGLang's plugin loader
     puts the hooks in place."""
-    from ..hooks import HOOKS, missing_hooks
+    from ..hooks import HOOKS
+    from ..plugin.registration import missing_hooks
 
     yield from surface(Sources.installed())
     if disabled():
