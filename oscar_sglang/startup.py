@@ -22,7 +22,6 @@ from .events import log_event
 from .hybrid import attention_layer_ids, is_hybrid
 from .kept import keep, save_temporary
 from .kernels.codec import CODECS
-from .kernels.codec_omni import chosen
 from .model_folder import model_folder
 from .refusals import refuse_model, refuse_options, refuse_page_size, refuse_unknown
 from .varlen import choose_library
@@ -151,7 +150,7 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
     for name, value in config.omni_options.items():
         if artifact.codec != "omni":
             holds = f"codec {artifact.codec}"
-        elif (held := chosen(artifact.options)[name]) != value:
+        elif (held := artifact.spec.meta.chosen(artifact.options)[name]) != value:
             holds = f"codec omni with {name} {held}"
         else:
             continue
@@ -189,11 +188,10 @@ def pool_setup(kvc: Any) -> Any:
         scratch_tokens=plan.scratch_tokens,
         sink_cache_rows=plan.sink_cache_rows,
         prefix_window=config.prefix_window,
-        **(
-            {f"omni_{n}": value for n, value in chosen(artifact.options).items()}
-            if config.codec == "omni"
-            else {}
-        ),
+        **{
+            f"{config.codec}_{name}": value
+            for name, value in artifact.spec.meta.chosen(artifact.options).items()
+        },
     )
     if kvc.device != "cpu":
         attention = decode_attention(kvc, plan)
