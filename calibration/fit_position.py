@@ -29,8 +29,8 @@ from ..kernels.codec_position import (
     tile_mean,
     with_rope,
 )
+from ..kernels.hadamard import hadamard
 from .fit_options import feedback_metric, fit_grid
-from .hadamard import hadamard
 from .stats import BeforeRope, Moments
 
 BETA = 0.1

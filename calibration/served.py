@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..artifact import neutral_params
+from ..artifact.file import neutral_params
 from ..kernels.codec import LayerCodec, Rows, rotate, spec_of
 from .fit import CONTEXT, N_SINK, fit_layer
 from .method import Encoded, Method, block_pieces
