@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 from collections.abc import Mapping, Sequence
@@ -113,7 +112,8 @@ def calibrate_codecs(
         )
     if tp > 1 and engine != "sglang":
         raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
-    fitter = Fitter("position", context, n_sink, progress) if "position" in codecs else None
+    mixed = [codec for codec in codecs if CODECS[codec].meta.mixed]
+    fitter = Fitter(mixed[0], context, n_sink, progress) if mixed else None
     wanted = wanted_bits(bits, fingerprint.head_dim)
     run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter)
     observed = ENGINES[engine](run)
@@ -128,7 +128,7 @@ def calibrate_codecs(
     }
     for codec in codecs:
         fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
-        if codec == "position":
+        if codec in mixed:
             fits, unscored = widen(fits, observed.moments, observed.scores, wanted, context, n_sink)
         warnings = unscored + calibration_warnings(
             observed.source, tokens, observed.moments, fits, observed.biased
@@ -171,18 +171,12 @@ def _without_data(
 
 def _options(codec: str, fits: list[LayerFit], context: int) -> dict[str, Any]:
     """What else the codec was fitted with, and what ``codec.layer_specs`` reads."""
+    has_grid = fits[0].params.grid is not None
+    found = {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS} if has_grid else {}
     spec = CODECS[codec]
-    found = {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS} if spec.has_grid else {}
-    if spec.meta == "position":
-        ropes = [fit.spec.rope for fit in fits]
-        rope = max(ropes, key=lambda r: sum(map(bool, r.theta)))
-        found |= {
-            "context": context,
-            "rope": {n: list(v) for n, v in dataclasses.asdict(rope).items()},
-            "rope_free": [i for i, r in enumerate(ropes) if r != rope],
-            "bits": [[fit.spec.k_bits, fit.spec.v_bits] for fit in fits],
-        }
-    return found
+    if spec.fit == "before_rope":
+        found["context"] = context
+    return found | spec.meta.layer_options([fit.spec for fit in fits])
 
 
 def context_length(config: dict[str, Any]) -> int:

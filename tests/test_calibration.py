@@ -173,7 +173,7 @@ def test_collecting_restores_the_model(model):
 def test_rotations_are_orthogonal_and_keep_products(moments, codec):
     for m in moments:
         params = fit_layer(m, codec).params
-        assert CODECS[codec].meta == "position" or _eye_gap(params.r_k.double()) < 1e-6
+        assert CODECS[codec].meta.name == "position" or _eye_gap(params.r_k.double()) < 1e-6
         assert _eye_gap(params.r_v.double()) < 1e-6
         q_rot, k_rot = (
             torch.einsum("nhd,hde->nhe", x.double(), r.double())

@@ -61,7 +61,7 @@ def test_other_codecs_calibrate_inspect_and_verify(model_dir, tmp_path, capsys, 
     artifact = art.load(out)
     assert artifact.codec == codec
     assert {n.split(".")[2] for n in artifact.tensors()} == set(CODECS[codec].tensors(64))
-    assert ("k_sigmas" in artifact.options) == (CODECS[codec].meta == "compact")
+    assert ("k_sigmas" in artifact.options) == (CODECS[codec].meta.name == "compact")
     capsys.readouterr()
     assert main(["inspect", str(out)]) == 0
     assert codec in capsys.readouterr().out

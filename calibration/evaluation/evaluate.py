@@ -85,9 +85,8 @@ def evaluate(
             options.calibration, options.model, options.calibration_tokens, options.seed
         )
         context = max(context_length(read_config(options.model)), *options.contexts)
-        fit = None
-        if any(method.name == "position" for method in needed):
-            fit = Fitter("position", context, N_SINK, progress)
+        mixed = [method.name for method in needed if method.mixed]
+        fit = Fitter(mixed[0], context, N_SINK, progress) if mixed else None
         seen = observe(model, Run(options.model, tokens, options.device, N_SINK, progress, fit=fit))
         return {"moments": seen.moments, "scores": seen.scores, "context": context}
 

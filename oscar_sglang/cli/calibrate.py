@@ -24,7 +24,13 @@ def add(commands) -> None:
     p = commands.add_parser("calibrate", help="fit a codec to a model and write an artifact")
     p.add_argument("--model", required=True, metavar="DIR", help="local model directory")
     p.add_argument("--out", required=True, metavar="FILE", help="artifact to write (.safetensors)")
-    p.add_argument("--codec", default="feedback", choices=CODEC_NAMES)
+    p.add_argument(
+        "--codec",
+        default="feedback",
+        choices=CODEC_NAMES,
+        metavar="CODEC",
+        help="%(choices)s (default feedback)",
+    )
     p.add_argument(
         "--data",
         default="random",

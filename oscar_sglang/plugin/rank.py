@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 from ..artifact import file as art
 from ..config import OscarError, config_of_dtype, portable_kernels
 from ..events import log_event
-from ..kernels.codec_omni import chosen
 from ..pool.hybrid import attention_layer_ids
 from ..pool.sizing import ROW_SLACK, make_plan
 from ..pool.varlen import workspace_bytes
@@ -123,7 +122,7 @@ class Rank:
 
         config, plan, artifact = self.config, self.plan, self.artifact
         rank, ranks = self.parallel.attn_tp_rank, self.parallel.attn_tp_size
-        omni = chosen(artifact.options) if config.codec == "omni" else {}
+        chosen = artifact.spec.meta.chosen(artifact.options)
         log_event(
             logger,
             "pool",
@@ -138,7 +137,7 @@ class Rank:
             scratch_tokens=plan.scratch_tokens,
             sink_cache_rows=plan.sink_cache_rows,
             prefix_window=config.prefix_window,
-            **{f"omni_{name}": value for name, value in omni.items()},
+            **{f"{config.codec}_{name}": value for name, value in chosen.items()},
         )
         return PoolSetup(
             plan=plan,

@@ -15,7 +15,6 @@ from ..calibration.warn import UNFIT
 from ..config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError, portable_kernels
 from ..events import log_event
 from ..kernels.codec import CODECS
-from ..kernels.codec_omni import chosen as omni_options
 from ..pool.hybrid import is_hybrid
 from ..pool.varlen import choose_library
 from .model_folder import model_folder
@@ -164,7 +163,7 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
     for name, value in config.omni_options.items():
         if artifact.codec != "omni":
             holds = f"codec {artifact.codec}"
-        elif (held := omni_options(artifact.options)[name]) != value:
+        elif (held := artifact.spec.meta.chosen(artifact.options)[name]) != value:
             holds = f"codec omni with {name} {held}"
         else:
             continue
