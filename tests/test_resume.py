@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import llama, random_ids
 
-from oscar_sglang.calibration import calibrate, state
+from oscar_sglang.calibration import Plan, calibrate, state
 from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.data import Tokens, load_tokens
 from oscar_sglang.calibration.selfsample import plausible, resample
@@ -72,11 +72,11 @@ def test_anything_else_starts_again(model, tmp_path, damage):
 def test_calibrate_removes_the_partial_file(folder, tmp_path):
     path = tmp_path / "a.partial"
     with pytest.raises(Stop):
-        calibrate(folder, tokens=9000, partial=path, progress=stop_after(8192))
+        calibrate(Plan(folder, tokens=9000, partial=path, progress=stop_after(8192)))
     assert path.exists()
-    resumed = calibrate(folder, tokens=9000, partial=path)
+    resumed = calibrate(Plan(folder, tokens=9000, partial=path))
     assert not path.exists()
-    assert resumed.id == calibrate(folder, tokens=9000).id
+    assert resumed.id == calibrate(Plan(folder, tokens=9000)).id
 
 
 def test_sampled_tokens_are_seeded_said_twice_and_likely(folder, model):

@@ -72,14 +72,13 @@ def run(args: argparse.Namespace, console: Console) -> None:
         from ..launch_server import enter_cpu_mode
 
         enter_cpu_mode()  # before anything imports transformers
-    from ..calibration import calibrate
+    from ..calibration import Plan, calibrate
 
     out = writable(Path(args.out), "--out")
     chosen = {n.removeprefix("omni_"): getattr(args, n) for n in OMNI_CHOICES}
     with overridden(args) as model, progress_bar(console) as progress:
-        artifact = calibrate(
+        plan = Plan(
             model,
-            args.codec,
             args.data,
             args.tokens,
             device=args.device,
@@ -92,6 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             partial=out.with_name(f"{out.name}.partial"),
             codec_options={name: value for name, value in chosen.items() if value},
         )
+        artifact = calibrate(plan, args.codec)
     artifact.save(out)
     if artifact.provenance.get("layers"):
         console.print(layer_table(artifact))
