@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..kernels.codec import LayerCodec
+from ..weights import weight_files
 from .collect import collect, load_model, score
 from .data import Tokens
 from .plan import Plan
@@ -88,6 +89,9 @@ def _biased(names) -> bool:
 
 
 def _key(plan: Plan, source: Tokens) -> str:
-    """Identifies the sums: model, tokens, sink. Weights are hashed by the caller's fingerprint."""
-    parts = (str(plan.model_dir.resolve()), source.hash, plan.device, str(plan.n_sink))
+    """Identifies the sums: model, tokens, sink. The folder may be a temporary one of links, so its
+    files count where they really are; their contents are hashed by the caller's fingerprint."""
+    files = [str(file.resolve()) for file in weight_files(plan.model_dir)]
+    config = (plan.model_dir / "config.json").read_text()
+    parts = (config, *files, source.hash, plan.device, str(plan.n_sink))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -9,6 +9,7 @@ from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.data import Tokens, load_tokens
 from oscar_sglang.calibration.selfsample import plausible, resample
 from oscar_sglang.calibration.state import Partial
+from oscar_sglang.model_folder import overridden_folder
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,18 @@ def test_calibrate_removes_the_partial_file(folder, tmp_path):
     resumed = calibrate(Plan(folder, tokens=9000, partial=path))
     assert not path.exists()
     assert resumed.id == calibrate(Plan(folder, tokens=9000)).id
+
+
+def test_a_model_in_a_temporary_folder_continues(folder, tmp_path):
+    """As of a hub, or with overrides: each run has a folder of links of its own."""
+    path, done = tmp_path / "a.partial", []
+    with overridden_folder([folder], {"rms_norm_eps": 1e-5}) as first, pytest.raises(Stop):
+        calibrate(Plan(first, tokens=9000, partial=path, progress=stop_after(8192)))
+    with overridden_folder([folder], {"rms_norm_eps": 1e-5}) as second:
+        assert second != first
+        report = lambda stage, n, _: done.append(n) if stage == "running the model" else 0  # noqa: E731
+        calibrate(Plan(second, tokens=9000, partial=path, progress=report))
+    assert done == [8192, 9000], "began again"
 
 
 def test_sampled_tokens_are_seeded_said_twice_and_likely(folder, model):
