@@ -1,4 +1,6 @@
-"""Calibration: a model and some tokens in, an ``Artifact`` out. No SGLang, no GPU needed.
+"""Calibration: a model and some tokens in, an ``Artifact`` out. No GPU needed.
+
+SGLang is imported by ``sglang_*.py`` alone, and those only when that engine is asked for.
 
     Plan(model_dir, data, tokens, ...)          what to run, and on which tokens    (plan.py)
     calibrate(plan, codec)                      run the model, fit the codec        (pipeline.py)

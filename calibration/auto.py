@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..artifact import Artifact, ArtifactError, Fingerprint, check, load
+from ..artifact.file import Artifact, ArtifactError, Fingerprint, check, load
 from ..config import cache_dir
 from ..kernels.codec import CODECS
 from .plan import Plan

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ..artifact.weights import weight_files
 from ..kernels.codec import LayerCodec
-from ..weights import weight_files
 from .collect import collect, load_model, score
 from .data import Tokens
 from .plan import Plan
@@ -67,7 +67,7 @@ def observe(model: PreTrainedModel, plan: Plan, source: Tokens, fit: Fit | None 
 
 def by_sglang(plan: Plan, source: Tokens, fit: Fit | None = None) -> Observed:
     """Inside SGLang; random ids are used as they are, and an interrupted run starts again."""
-    from ..sglang_stats import collect_in_sglang  # imports sglang
+    from .sglang_engine import collect_in_sglang  # imports sglang
 
     moments, names, scores = collect_in_sglang(
         plan.model_dir,

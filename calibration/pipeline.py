@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import __version__
-from ..artifact import Artifact, Fingerprint, data_free
-from ..fingerprint import read_config, text_config
+from ..artifact.file import Artifact, Fingerprint, data_free
+from ..artifact.fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
 from .collect import check_supported
 from .engines import ENGINES

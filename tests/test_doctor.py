@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 from tiny_models import edit_config, llama
 
-from oscar_sglang import artifact as art
-from oscar_sglang import doctor, hooks, selftest
+from oscar_sglang import hooks
+from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
-from oscar_sglang.model_folder import NamedModel
+from oscar_sglang.health import doctor, selftest
+from oscar_sglang.plugin.model_folder import NamedModel
 
 pytestmark = pytest.mark.sglang
 

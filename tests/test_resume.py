@@ -9,7 +9,7 @@ from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.data import Tokens, load_tokens
 from oscar_sglang.calibration.selfsample import plausible, resample
 from oscar_sglang.calibration.state import Partial
-from oscar_sglang.model_folder import overridden_folder
+from oscar_sglang.plugin.model_folder import overridden_folder
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     """Validate an artifact and print its contents, provenance and errors per layer."""
     import dataclasses
 
-    from .. import artifact as art
+    from ..artifact import file as art
 
     artifact = art.load(args.file)
     rows = {"file": args.file, "id": artifact.id, "codec": artifact.codec}
@@ -92,7 +92,7 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
 
 def run_verify(args: argparse.Namespace, console: Console) -> int:
     """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
-    from .. import artifact as art
+    from ..artifact import file as art
 
     artifact = art.load(args.file)
     with model_folder(args) as model, progress_bar(console) as progress:
@@ -136,7 +136,7 @@ def run_import(args: argparse.Namespace, console: Console) -> None:
 
 
 def run_export(args: argparse.Namespace, console: Console) -> None:
-    from .. import artifact as art
+    from ..artifact import file as art
     from ..calibration.zoo import export_zoo
 
     artifact = art.load(args.file)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..model_folder import OVERRIDES_FLAG, NamedModel
+from ..plugin.model_folder import OVERRIDES_FLAG, NamedModel
 
 
 def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
