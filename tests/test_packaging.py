@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from oscar_sglang import __version__
+
 ROOT = Path(__file__).parents[1]
+CHANGELOG = ROOT / "CHANGELOG.md"
 
 FOLDERS = ("oscar_sglang", "triton_kernels", "calibration")
 
@@ -157,5 +160,24 @@ def test_wheel_holds_everything_and_no_top_level_triton_kernels(tmp_path):
         "hooks.py",
     ):
         assert (target / "oscar_sglang" / module).is_file()
+    assert (target / f"oscar_sglang-{__version__}.dist-info").is_dir()
     standin = target / "oscar_sglang" / "standins" / "kernel" / "sgl_kernel" / "__init__.py"
     assert standin.is_file()
+
+
+def test_the_version_stands_in_one_place():
+    """The package: pyproject.toml reads it (the wheel's name shows it, above), and no other file
+    says another, but for the changelog, whose newest release it is."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and not re.search('^version = "', project, re.M)
+    assert importlib.metadata.version("oscar-sglang") == __version__, "run scripts/setup_env.sh"
+    releases = re.findall(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", CHANGELOG.read_text(), re.M)
+    assert releases[0] == __version__
+
+
+def test_a_commit_runs_the_checks_of_the_tests():
+    """Those of pre-commit's that come from the environment are lines of scripts/test.sh."""
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    ours = re.findall(r"entry: (.+)\n +language: system", hooks)
+    lines = (ROOT / "scripts" / "test.sh").read_text().splitlines()
+    assert len(ours) >= 2 and set(ours) <= set(lines)

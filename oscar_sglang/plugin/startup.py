@@ -122,12 +122,11 @@ def _find_artifact(view: Any, model: Any, config: OscarConfig, chosen: Chosen) -
                 logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
                 fingerprint = art.Fingerprint.of(folder)
                 return keep(art.data_free(fingerprint, codec, config.omni_options)), codec
-            from ..calibration import CalibrationError, ensure_artifact
+            from ..calibration import CalibrationError, Plan, ensure_artifact
 
+            plan = Plan(folder, codec_options=config.omni_options, bits=config.bits)
             try:
-                made, path, created = ensure_artifact(
-                    folder, codec, config.omni_options, bits=config.bits
-                )
+                made, path, created = ensure_artifact(plan, codec)
             except CalibrationError as error:
                 raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
