@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[1]
 SCRIPTS = TESTS.parent / "scripts"
 DOCUMENT = "test_code_inspect"
 CODECS = ("feedback", "aligned", "oscar")
-# The committed measurement that the README's table is made of.
+# The committed measurement that the table of codecs is made of.
 RESULTS = SCRIPTS / "results" / "pool-quality-smollm2.json"
 
 
