@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 from oscar_sglang import artifact as art
 from oscar_sglang import config
@@ -30,6 +29,7 @@ from oscar_sglang.calibration.hadamard import (
 )
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
+from scripts.lib.tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 FITTED = [name for name, spec in CODECS.items() if spec.needs_data]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import codec_table
 import pytest
 
 from oscar_sglang.config import OscarConfig
@@ -12,6 +11,7 @@ from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.codec_position import table_bytes
 from oscar_sglang.kernels.means import floats_per_head
 from oscar_sglang.sizing import ROW_SLACK, make_plan
+from scripts import codec_table
 
 README = Path(__file__).parents[1] / "README.md"
 

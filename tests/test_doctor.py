@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import artifact as art
 from oscar_sglang import doctor, hooks, selftest
 from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
+from scripts.lib.tiny_models import edit_config, llama
 
 pytestmark = pytest.mark.sglang
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import llama, random_ids
 
 from oscar_sglang.calibration import calibrate, state
 from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.data import Tokens, load_tokens
 from oscar_sglang.calibration.selfsample import plausible, resample
 from oscar_sglang.calibration.state import Partial
+from scripts.lib.tiny_models import llama, random_ids
 
 
 @pytest.fixture(scope="module")

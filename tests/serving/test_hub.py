@@ -12,18 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_hub import NAME, Hub
 from huggingface_hub import HfFileSystem, constants
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
-from tiny_models import llama
 
 from oscar_sglang import artifact as art
 from oscar_sglang.config import OscarError
 from oscar_sglang.launch_server import cpu_environment
 from oscar_sglang.model_folder import model_folder
 from oscar_sglang.weights import weight_files
+from scripts.lib.tiny_models import llama
+from tests.support.fake_hub import NAME, Hub
 
 pytestmark = pytest.mark.sglang
 
