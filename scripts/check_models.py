@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.launch_server import has_gpu
 from scripts.lib.endurance import device_name
 from scripts.lib.forced_decode import compare, spread, traffic

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from oscar_sglang import __version__
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import CODEC_NAMES, main
 from oscar_sglang.kernels.codec import CODECS
 from scripts.lib.tiny_models import edit_config, llama

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from oscar_sglang.dump import SEGMENTS, after_server_info, dump_request
 from oscar_sglang.events import log_event, read_events
 from oscar_sglang.kernels.layout import WindowLayout
+from oscar_sglang.watch.dump import SEGMENTS, after_server_info, dump_request
 from tests.test_reference import Pool, Sequence, decoded
 
 WINDOWS = WindowLayout(4, 16)

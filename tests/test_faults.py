@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import auto, ensure_artifact
 from scripts.lib.tiny_models import llama
 from tests.test_reference import WINDOWS, Pool, Sequence, assert_close, decoded, dense

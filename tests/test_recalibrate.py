@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oscar_sglang.recalibrate import CalibrationError, _Clock, _fit
+from oscar_sglang.plugin.recalibrate import CalibrationError, _Clock, _fit
 from scripts.lib import tiny_models
 from tests.support.runner import result_of
 

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from oscar_sglang import artifact as art
-from oscar_sglang.artifact import ArtifactError
+from oscar_sglang.artifact import file as art
+from oscar_sglang.artifact.file import ArtifactError
 from oscar_sglang.calibration import calibrate, zoo
 from oscar_sglang.calibration.verify import verify
 from oscar_sglang.cli import main

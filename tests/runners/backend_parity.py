@@ -16,8 +16,8 @@ import sys
 
 import torch
 
-from oscar_sglang.debug_tags import OwnershipError
 from oscar_sglang.launch_server import has_gpu
+from oscar_sglang.watch.debug_tags import OwnershipError
 from scripts.lib.inprocess import Runner
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
@@ -127,8 +127,8 @@ def main(model: str, codec: str, every: str) -> None:
     reference_counts = runner.pool.device_counters.clone()
 
     splits = several_splits()
-    from oscar_sglang.gpu_backend import OscarGpuBackend
     from oscar_sglang.kernels.decode import DecodeAttention
+    from oscar_sglang.pool.gpu_backend import OscarGpuBackend
 
     plan = runner.pool.setup.plan
     runner.pool.decode_attention = DecodeAttention(

@@ -22,7 +22,7 @@ SINK = 64
 def main(model: str, artifact: str) -> None:
     runner = Runner(model, artifact, skip_tokenizer_init=True, max_total_tokens=512, rows=3)
 
-    from oscar_sglang.artifact import load
+    from oscar_sglang.artifact.file import load
     from oscar_sglang.calibration.collect import load_model
     from oscar_sglang.calibration.continuation import capture
     from oscar_sglang.calibration.methods import METHODS

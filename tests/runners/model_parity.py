@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from scripts.lib import inprocess
 from scripts.lib.tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family
 from tests.support import gated_delta_net

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from oscar_sglang import recalibrate
 from oscar_sglang.calibration import calibrate_codecs
 from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.fit import fit_layer, k_error, v_error
+from oscar_sglang.plugin import recalibrate
 from scripts.lib.inprocess import Runner
 
 CODEC, TOKENS, LONGEST = "compact", 2048, 1024

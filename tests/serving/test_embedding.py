@@ -9,7 +9,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 
 from oscar_sglang.config import OscarError
-from oscar_sglang.refusals import refuse_model
+from oscar_sglang.plugin.refusals import refuse_model
 from scripts.lib import tiny_models
 from scripts.lib.server import Server
 

@@ -9,7 +9,7 @@ import urllib.error
 import pytest
 import torch
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
 from scripts.lib.server import Server
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from scripts.lib.server import Server
 from scripts.lib.tiny_models import VOCAB, llama, lora_adapter, random_ids
 

@@ -11,7 +11,7 @@ import torch
 
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.reference import history_end
-from oscar_sglang.metrics import COUNTERS, GAUGES, window_tokens
+from oscar_sglang.plugin.metrics import COUNTERS, GAUGES, window_tokens
 from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from scripts.lib.server import Server
 from scripts.lib.tiny_models import VOCAB, qwen3, random_ids
 

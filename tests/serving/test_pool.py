@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
 from scripts.lib.pool_quality import ROWS, compare, exact_logprobs
 from tests.support.runner import result_of
