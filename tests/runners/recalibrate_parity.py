@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from oscar_sglang.calibration import calibrate_codecs
+from oscar_sglang.calibration import Plan, calibrate
 from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.fit import fit_layer, k_error, v_error
 from oscar_sglang.plugin import recalibrate
@@ -18,7 +18,7 @@ from scripts.lib.inprocess import Runner
 CODEC, TOKENS, LONGEST = "compact", 2048, 1024
 
 model, other = Path(sys.argv[1]), Path(sys.argv[2])
-artifact = calibrate_codecs(other, [CODEC], "random:1024", TOKENS)[CODEC]
+artifact = calibrate(Plan(other, "random:1024", TOKENS), CODEC)
 artifact.fingerprint = type(artifact.fingerprint).of(model)  # as after an update of the weights
 path = model.parent / "other.st"
 artifact.save(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oscar_sglang.calibration import calibrate_codecs
+from oscar_sglang.calibration import Plan, calibrate_codecs
 from oscar_sglang.kernels.codec import CODECS
 from scripts.lib import tiny_models
 from scripts.lib.server import Server
@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 def artifacts(model, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("artifacts")
     paths = {}
-    for name, made in calibrate_codecs(model, JUDGED, tokens=600, bits=MIXED).items():
+    for name, made in calibrate_codecs(Plan(model, tokens=600, bits=MIXED), JUDGED).items():
         paths[name] = folder / f"{name}.safetensors"
         made.save(paths[name])
     return paths
