@@ -1,8 +1,8 @@
 """Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels, in the CUDA
 kernels and in what surrounds them, one at a time: each must fail a test.
 
-    python tests/mutation_check.py [NAME ...]
-    python tests/mutation_check.py --few NUMBER     one of each kind, others for the next number
+    python -m tests.mutation_check [NAME ...]
+    python -m tests.mutation_check --few NUMBER     one of each kind, others for the next number
 
 No file is changed: each fault is put into the source while a forked child imports it, or into a
 copy that the child builds. Kernels run in Triton's interpreter and in the emulator, so this is for
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from planted import HERE, Fault, failing_tests
+from tests.support.planted import Fault, failing_tests
 
 POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test_faults.py")
 POOL_TESTS += ("test_ownership.py",)
@@ -367,7 +367,6 @@ def main(wanted: list[str]) -> int:
         wanted = few(int(wanted[1]))
     if unknown := set(wanted) - {name for faults, *_ in KINDS.values() for name in faults}:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
-    sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
     os.environ.setdefault("OSCAR_OWNERSHIP", "400x3")
     from oscar_sglang.launch_server import enter_cpu_mode
 

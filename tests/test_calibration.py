@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 from oscar_sglang import config
 from oscar_sglang.artifact import file as art
@@ -26,6 +25,7 @@ from oscar_sglang.calibration.fit_options import feedback_factor, feedback_metri
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
+from scripts.lib.tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 FITTED = [name for name, spec in CODECS.items() if spec.needs_data]
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import __version__
 from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import CODEC_NAMES, _parser, codecs, main
 from oscar_sglang.config import DEFAULT_CODEC
 from oscar_sglang.kernels.codec import CODECS
+from scripts.lib.tiny_models import edit_config, llama
 
 
 @pytest.fixture(scope="module")

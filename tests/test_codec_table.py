@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import codec_table
 import pytest
 
 from oscar_sglang.cli import codecs
 from oscar_sglang.config import OscarConfig
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.pool.sizing import ROW_SLACK, make_plan
+from scripts import codec_table
 
 README = Path(__file__).parents[1] / "calibration" / "README.md"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_reference import SCALE, Pool, Sequence
 
 from oscar_sglang.config import OscarConfig, OscarError
 from oscar_sglang.kernels import reference
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.watch.debug_tags import DebugTags, OwnershipError, chain
+from tests.test_reference import SCALE, Pool, Sequence
 
 WINDOWS = WindowLayout(4, 16)
 

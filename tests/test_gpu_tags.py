@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from test_debug_tags import DAMAGE, WINDOWS, cut_turn, more_turns, overwrite, prompt, sequence
-from test_reference import Pool
 
 from oscar_sglang.kernels import reference
 from oscar_sglang.watch.debug_tags import OwnershipError
 from oscar_sglang.watch.gpu_tags import Flat, GpuTags, link
+from tests.test_debug_tags import DAMAGE, WINDOWS, cut_turn, more_turns, overwrite, prompt, sequence
+from tests.test_reference import Pool
 
 
 class Watched(Pool):
@@ -140,7 +140,7 @@ def test_chains():
 @pytest.mark.parametrize("page", (1, 16, "omni"))
 def test_random_walks(page):
     """The walk of test_ownership under both forms of the oracle at once."""
-    from pool_machine import Machine
+    from tests.support.pool_machine import Machine
 
     machines = []
     kind = dict(codec_name=page) if page == "omni" else dict(page=page)

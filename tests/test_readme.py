@@ -29,10 +29,10 @@ LISTED = subprocess.run(
 ).stdout.split()
 READMES = sorted({ROOT / name for name in LISTED})
 SHELLS = ("bash", "sh", "shell", "console")
-# Runs a script up to its argument parser; prints the options it has.
+# Runs a module up to its argument parser; prints the options it has.
 UP_TO_ITS_PARSER = """
 import argparse, json, runpy, sys
-strict, script, *argv = sys.argv[1:]
+strict, module, *argv = sys.argv[1:]
 parse = argparse.ArgumentParser.parse_args
 def stop(self, args=None, namespace=None):
     if strict == "strict":
@@ -40,8 +40,8 @@ def stop(self, args=None, namespace=None):
     print("OPTIONS", json.dumps(sorted(self._option_string_actions)))
     raise SystemExit(0)
 argparse.ArgumentParser.parse_args = stop
-sys.argv = [script, *argv]
-runpy.run_path(script, run_name="__main__")
+sys.argv = [module, *argv]
+runpy.run_module(module, run_name="__main__")
 """
 
 
@@ -104,28 +104,32 @@ def check_pip(words: list[str]) -> None:
 
 
 @cache
-def options_of_script(strict: bool, script: str, *argv: str) -> set[str]:
+def options_of_script(strict: bool, module: str, *argv: str) -> set[str]:
     """Options of a script's parser, which takes ``argv`` if ``strict``."""
-    command = [sys.executable, "-c", UP_TO_ITS_PARSER, "strict" if strict else "", script, *argv]
+    command = [sys.executable, "-c", UP_TO_ITS_PARSER, "strict" if strict else "", module, *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("OPTIONS ")]
-    assert lines, f"{script} {' '.join(argv)}: {done.stderr[-500:]}"
+    assert lines, f"{module} {' '.join(argv)}: {done.stderr[-500:]}"
     return set(json.loads(lines[0].removeprefix("OPTIONS ")))
 
 
-def check_script(script: str, argv: list[str]) -> None:
+def check_module(module: str, argv: list[str]) -> None:
+    path = ROOT / module.replace(".", "/")
+    assert path.with_suffix(".py").is_file(), module
+    if argv:
+        options_of_script(True, module, *argv)
+
+
+def check_shell(script: str, argv: list[str]) -> None:
+    """That it exists, can be run, and hands ``argv`` to a program that takes them."""
     path = ROOT / script
     assert path.is_file(), script
-    if path.suffix == ".sh":
-        assert path.stat().st_mode & 0o100, f"{script} cannot be run"
-        (last,) = re.findall(
-            r'^exec python (?:-m )?(\S+)(.*) "\$@"$', path.read_text(), re.MULTILINE
-        )
-        if argv and last[0] != "pytest":
-            check_script(last[0], [*shlex.split(last[1]), *argv])
-        return
-    if argv:
-        options_of_script(True, script, *argv)
+    assert path.stat().st_mode & 0o100, f"{script} cannot be run"
+    ((module, own),) = re.findall(
+        r'^exec python -m (\S+)(.*) "\$@"$', path.read_text(), re.MULTILINE
+    )
+    if argv and module != "pytest":
+        check_module(module, [*shlex.split(own), *argv])
 
 
 def check(command: str) -> None:
@@ -145,10 +149,10 @@ def check(command: str) -> None:
             server_parser().parse_args(rest)
         case ["oscar-sglang", *rest] | ["python", "-m", "oscar_sglang.cli", *rest]:
             _parser().parse_args(rest)
-        case ["python", script, *rest] if script.startswith("scripts/"):
-            check_script(script, rest)
+        case ["python", "-m", module, *rest] if module.startswith(("scripts.", "tests.")):
+            check_module(module, rest)
         case [script, *rest] if script.startswith("./scripts/"):
-            check_script(script, rest)
+            check_shell(script, rest)
         case ["curl", url, *rest]:
             assert urlparse(url).path.startswith(("/v1/", "/generate", "/server_info", "/metrics"))
             if "-d" in rest:
@@ -196,7 +200,7 @@ def test_flags_in_prose(where, code):
         assert path, f"{code}: no such script"
         if path.suffix == ".sh":
             return check(code if code.startswith("./") else "./" + code)
-        known = options_of_script(False, str(path.relative_to(ROOT)))
+        known = options_of_script(False, f"scripts.{path.stem}")
     else:
         known = known_flags()
     assert flags and flags <= known, f"{code}: unknown {sorted(flags - known)}"
@@ -213,8 +217,9 @@ def test_flags_in_prose(where, code):
         "sglang serve --model-path M --oscar-codek feedback",
         "oscar-sglang calibrate --model M",
         "oscar-sglang inspekt FILE",
-        "python scripts/absent.py",
-        "python scripts/check_gpu.py --modell DIR",
+        "python -m scripts.absent",
+        "python -m scripts.check_gpu --modell DIR",
+        "python scripts/check_gpu.py --list",
         "./scripts/demo.sh --surve",
         "curl http://127.0.0.1:1/v1/chat/completions -d '{model}'",
         "frobnicate now",

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_kinds import KINDS
+
+from scripts.lib.model_kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
@@ -43,7 +44,7 @@ def test_a_result_says_where_it_comes_from(name):
     data = load(name)
     device, command, date = (field(data, name, k) for k in ("device", "command", "date"))
     assert device and re.fullmatch(r"\d{4}-\d\d-\d\d", date or "")
-    assert re.search(r"\w+\.py |^oscar-sglang \w+", command), command
+    assert re.search(r"\w+\.py |^oscar-sglang \w+|^python -m scripts\.\w+", command), command
     assert COMMIT.fullmatch(field(data, name, "commit"))
     versions = field(data, name, "versions")
     assert "torch" in versions and versions.keys() & {"sglang", "transformers"}

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from tiny_models import FAMILIES
 
 from oscar_sglang.kernels.layout import SUPPORTED_HEAD_DIMS, HistoryLayout
+from scripts.lib.tiny_models import FAMILIES
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    script = Path(__file__).parents[1] / "model_parity.py"
-    folder = tmp_path_factory.mktemp("families")
-    done = subprocess.run(
-        [sys.executable, script, folder, *FAMILIES], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return result_of("model_parity", tmp_path_factory.mktemp("families"), *FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import LLAMA
 
 from oscar_sglang.artifact import file as artifact
+from scripts.lib.tiny_models import LLAMA
 
 pytestmark = pytest.mark.sglang
 
@@ -237,9 +237,9 @@ def results(tmp_path_factory):
         "argv": ["--model-path", str(folder / "llama"), "--device", "cpu"]
         + ["--oscar-sink-tokens", "8"]
     }
-    launcher = Path(__file__).parents[1] / "fork_launcher.py"
     done = subprocess.run(
-        [sys.executable, launcher],
+        [sys.executable, "-m", "tests.support.fork_launcher"],
+        cwd=Path(__file__).parents[2],
         input=json.dumps([*(case(*c) for c in CASES.values()), bare]),
         stdout=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """Run by serving/test_models.py in a process of its own: one import of SGLang, a fork per run.
 
-    python model_parity.py FOLDER FAMILY...
+    python -m tests.runners.model_parity FOLDER FAMILY...
 
 Each family runs on SGLang's own cache, on int2 with windows that hold everything, and on int2 with
 small ones. Prints a JSON object: family -> error, or relative differences of logits and the plan.
@@ -14,15 +14,12 @@ import sys
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
+import torch
 
-import gated_delta_net  # noqa: E402
-import inprocess  # noqa: E402
-import torch  # noqa: E402
-from tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family  # noqa: E402
-
-from oscar_sglang.artifact import file as art  # noqa: E402
+from oscar_sglang.artifact import file as art
+from scripts.lib import inprocess
+from scripts.lib.tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family
+from tests.support import gated_delta_net
 
 RUNS = {"stock": None, "wide": (256, 256), "narrow": (4, 12)}
 

@@ -306,7 +306,7 @@ class Machine:
         free = torch.cat(free)
         for channels in self.seg.history.channels:
             channels[free // self.block] = torch.nan
-        for view in self.seg.history._views(0):
+        for view in self.seg.history.views(0):
             view[free // 16, ..., free % 16, :] = 3 if view.dtype == torch.uint8 else torch.nan
         rows, windows = self.rows.free_slots, self.seg.windows
         for store in (windows.sink_k, windows.sink_v, windows.recent_k, windows.recent_v):
