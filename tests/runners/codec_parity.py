@@ -48,7 +48,7 @@ def main(model: str, artifact: str) -> None:
         judged = Rows(*encoded.k[:2]), Rows(*encoded.v)
         if block > 1:
             packed, norm, channels = encoded.k
-            judged = Rows(packed, norm[..., None]), judged[1]
+            judged = Rows(packed, norm), judged[1]
             page = request.slots[0] // block
             mine = runner.segments.history.channels[layer][page]
             assert (mine == channels).float().mean() > 0.95  # the rest is one FP16 rounding off
