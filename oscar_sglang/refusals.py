@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from .config import OscarError
+from .fingerprint import slides
 from .flags import REFUSED, classes, field_defaults
 from .hybrid import is_gated_delta_net, is_hybrid
 from .kernels.codec import CODECS
@@ -124,14 +125,15 @@ def refuse_model(config: Any, tp_size: int = 1) -> None:
             f"int2 is not tested with hybrid models like {name} on several GPUs; drop --tp-size "
             f"{tp_size} or --kv-cache-dtype int2"
         )
-    window = getattr(config.hf_text_config, "sliding_window", None)
-    uses_window = getattr(config.hf_text_config, "use_sliding_window", window is not None)
-    layer_types = getattr(config.hf_text_config, "layer_types", None) or ()
-    local = "sliding_attention" in layer_types or config.attention_chunk_size
-    if config.is_hybrid_swa or local or (window and uses_window):
+    if config.is_hybrid_swa or slides(config.hf_text_config.to_dict()):
         raise OscarError(
             f"{name} has sliding-window (or chunked) attention layers, which int2 does not support "
             "yet; drop --kv-cache-dtype int2"
+        )
+    if config.has_attention_sinks:
+        raise OscarError(
+            f"{name} has learned attention sinks, which int2 does not support; "
+            "drop --kv-cache-dtype int2"
         )
     if config.head_dim not in SUPPORTED_HEAD_DIMS:
         raise OscarError(
