@@ -44,6 +44,14 @@ FAMILIES = {
     "llama-256": dict(model_type="llama", head_dim=256),
     "qwen2": dict(model_type="qwen2"),  # biased K, head_dim 128 / 4
     "qwen3": dict(model_type="qwen3", head_dim=128),  # QK-norm
+    # Windows that SGLang leaves out: its classes attend to everything.
+    "mistral": dict(model_type="mistral", head_dim=64, sliding_window=16),
+    "qwen2-window": dict(
+        model_type="qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "phi4-mini": dict(  # one projection of Q, K and V, RoPE on three quarters of the channels
+        model_type="phi3", sliding_window=16, partial_rotary_factor=0.75, pad_token_id=0
+    ),
     "qwen3-moe": dict(model_type="qwen3_moe", head_dim=64, num_experts=4, **_MOE),
     "glm4-moe": dict(  # biased K, QK-norm, RoPE on half of the channels, a dense first layer
         model_type="glm4_moe",

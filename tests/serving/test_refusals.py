@@ -21,8 +21,8 @@ MODELS = {
     "head96": {**LLAMA, "head_dim": 96},
     "window": {
         **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
         "sliding_window": 128,
     },
     "gemma": {
@@ -31,6 +31,19 @@ MODELS = {
         "model_type": "gemma2",
         "sliding_window": 128,
         "query_pre_attn_scalar": 64,
+    },
+    "gpt-oss": {
+        **LLAMA,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        **dict(d_model=128, encoder_attention_heads=4, decoder_attention_heads=4),
+        **dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=128, decoder_ffn_dim=128),
     },
     "hybrid": {
         **LLAMA,
@@ -82,6 +95,8 @@ CASES = {
     "head_dim 96": ("head96", "good", (), {}, ["head_dim 96", "powers of two"]),
     "sliding window": ("window", "good", (), {}, ["sliding-window", "drop --kv-cache-dtype"]),
     "hybrid sliding window": ("gemma", "good", (), {}, ["sliding-window"]),
+    "local layers and sinks": ("gpt-oss", "good", (), {}, ["sliding-window", "drop --kv-cache"]),
+    "cross attention": ("whisper", "good", (), {}, ["encoder-decoder", "drop --kv-cache-dtype"]),
     "MLA": ("mla", "good", (), {}, ["MLA", "drop --kv-cache-dtype"]),
     "HiCache": ("llama", "good", ("--enable-hierarchical-cache",), {}, ["drop --enable-hier"]),
     "disaggregation": (
