@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ..fingerprint import read_config, slides, text_config
+from ..artifact.fingerprint import read_config, slides, text_config
 from ..kernels.codec import LayerCodec
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import attention_layers_of, causal_attention, replaced_attention
