@@ -52,12 +52,16 @@ def resolve(original: Callable, self: Any) -> None:
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
         from ..hooks import verify
-        from .startup import finish_arguments, prepare_arguments
+        from .startup import explain, finish_arguments, prepare_arguments
 
         verify()
         view = resolving_view(self)
         declare_resolution(self, "oscar", **prepare_arguments(view, config_of(self)))
-        original(self)
+        try:
+            original(self)
+        except Exception as error:
+            explain(self, view, error)
+            raise
         config = finish_arguments(self, view, config_of(self))
         declare_resolution(self, "oscar", kv_cache_dtype=config.dtype)
 
