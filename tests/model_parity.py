@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
 
 import gated_delta_net  # noqa: E402
 import inprocess  # noqa: E402
+import state_space  # noqa: E402
 import torch  # noqa: E402
 from tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family  # noqa: E402
 
@@ -120,6 +121,7 @@ def main(folder: Path, names: list[str]) -> None:
     load_plugins()
     native_router()
     gated_delta_net.install()
+    state_space.install()
     assert set(names) <= set(FAMILIES)
     print(json.dumps({name: compare(family(name, folder / name)) for name in names}))
 

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.configs import GraniteMoeHybridConfig, Lfm2Config, NemotronHConfig
+from sglang.srt.configs import (
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    NemotronHConfig,
+)
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from oscar_sglang.artifact.fingerprint import Fingerprint, FingerprintError, attention_layers
@@ -27,6 +33,22 @@ CONFIGS = {
         dict(num_hidden_layers=4, layer_types=_GRANITE, mamba_n_heads=4, **_SHAPE),
         [1, 3],
     ),
+    "Granite hybrid, as transformers 5 writes it": (
+        GraniteMoeHybridConfig,
+        dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            mamba_n_heads=4,
+            **_SHAPE,
+        ),
+        [1, 3],
+    ),
+    "LFM2 MoE": (
+        Lfm2MoeConfig,
+        dict(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"], **_SHAPE),
+        [2],
+    ),
+    "Falcon-H1": (FalconH1Config, dict(num_hidden_layers=2, **_SHAPE), [0, 1]),
     "Nemotron-H": (
         NemotronHConfig,
         dict(hybrid_override_pattern="M-M*-ME*-", num_hidden_layers=9, **_SHAPE),

@@ -61,6 +61,26 @@ MODELS = {
         "model_type": "lfm2",
         "layer_types": ["conv", "full_attention"],
     },
+    "lightning": {
+        **LLAMA,
+        "architectures": ["JetNemotronForCausalLM"],
+        "model_type": "jet_nemotron",
+        "layer_types": ["jet", "attn"],
+        "efficient_attention_config": {},
+    },
+    "kimi": {
+        **LLAMA,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "linear_attn_config": {
+            **dict(kda_layers=[1], full_attn_layers=[2], num_heads=2, head_dim=32),
+            "short_conv_kernel_size": 4,
+        },
+    },
     "mla": {
         **LLAMA,
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -282,14 +302,20 @@ def test_other_hybrid_models_are_refused(tmp_path):
     from oscar_sglang.config import OscarError
     from oscar_sglang.plugin.refusals import refuse_model
 
-    for name in ("hybrid", "short convolution"):  # SGLang keeps what it reads from a folder
+    def config(name):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(MODELS[name]))
-    refuse_model(ModelConfig(str(tmp_path / "hybrid")))
+        return ModelConfig(str(tmp_path / name))
+
+    hybrid = config("hybrid")
+    refuse_model(hybrid)
+    refuse_model(config("short convolution"))
     with pytest.raises(OscarError, match="several GPUs.*drop --tp-size 2"):
-        refuse_model(ModelConfig(str(tmp_path / "hybrid")), tp_size=2)
-    with pytest.raises(OscarError, match="convolution.*not tested.*drop --kv-cache-dtype int2"):
-        refuse_model(ModelConfig(str(tmp_path / "short convolution")))
+        refuse_model(hybrid, tp_size=2)
+    with pytest.raises(OscarError, match="not tested.*drop --kv-cache-dtype int2"):
+        refuse_model(config("lightning"))
+    with pytest.raises(OscarError, match="MLA attention.*drop --kv-cache-dtype int2"):
+        refuse_model(config("kimi"))
 
 
 QUANTISED = {
