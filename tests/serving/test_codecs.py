@@ -49,12 +49,11 @@ def test_server_and_evaluator_give_the_same_codes(model, artifacts, codec):
 def test_a_codec_in_one_file(model, tmp_path):
     """Nothing but ``toy_codec.py`` knows it, and the pool serves what the evaluator judges. Its
     bits at head_dim 64: 2, and a 16-bit number a row."""
-    command = [sys.executable, SCRIPT.with_name("toy_codec.py"), model, tmp_path]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    served, judged = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    found = result_of("toy_codec", model, tmp_path)
+    served = found["served"]
     assert served["codec"] == "toy" and served["equal"] > 0.98
     assert served["bits"] == {"server": 2.25, "eval": 2.25}
-    assert 0 < judged["kl"]["toy"] < 0.1 and judged["css"] == "ours"
+    assert 0 < found["kl"]["toy"] < 0.1 and found["css"] == "ours"
     assert "toy" in (tmp_path / "toy.html").read_text()
 
 
