@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ..artifact.fingerprint import read_config, text_config
+from ..artifact.fingerprint import read_config, slides, text_config
 from ..kernels.codec import LayerCodec
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import attention_layers_of, causal_attention, replaced_attention
@@ -32,7 +31,7 @@ def check_supported(model_dir: Path, head_dim: int) -> None:
             f"{model_dir}: latent attention (MLA, kv_lora_rank {text['kv_lora_rank']}) has no K/V "
             "heads to quantise; serve it without the 2-bit cache"
         )
-    if _slides(text):
+    if slides(text):
         raise CalibrationError(
             f"{model_dir}: has sliding-window attention layers, which the 2-bit cache does not "
             "support; serve it without the 2-bit cache"
@@ -42,13 +41,6 @@ def check_supported(model_dir: Path, head_dim: int) -> None:
             f"{model_dir}: head_dim {head_dim} is not supported; supported: "
             f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))}"
         )
-
-
-def _slides(text: dict[str, Any]) -> bool:
-    kinds = text.get("layer_types")
-    if kinds:
-        return any(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
 
 
 def load_model(model_dir: Path, device: str) -> PreTrainedModel:

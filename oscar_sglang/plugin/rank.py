@@ -156,10 +156,16 @@ class Rank:
 
 
 def kv_cache_dtype(original: Callable, **kwargs: Any) -> Any:
-    """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see)."""
+    """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see).
+
+    Also the first moment at which the model is built and no memory is spent on its cache."""
     if config_of_dtype(kwargs["server_args_kv_cache_dtype"]) is None:
         return original(**kwargs)
+    from ..pool.cpu_backend import refuse_kinds
+
     verify()
+    if kwargs["model"] is not None:
+        refuse_kinds(kwargs["model"])
     return None, kwargs["model_dtype"]
 
 

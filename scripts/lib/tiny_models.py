@@ -37,13 +37,23 @@ _HYBRID = dict(
     linear_key_head_dim=64,
     linear_value_head_dim=64,
 )
-HYBRID_FAMILIES = ("qwen3-next", "qwen3.5")
+# Mamba-2 in every other layer, or beside every attention layer.
+_MAMBA = dict(mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=64)
+HYBRID_FAMILIES = (*("qwen3-next", "qwen3.5", "nemotron-h", "granite-hybrid", "falcon-h1", "lfm2"),)
 # What sets an architecture apart for a KV cache, at the smallest size.
 FAMILIES = {
     "llama-64": dict(model_type="llama", head_dim=64),
     "llama-256": dict(model_type="llama", head_dim=256),
     "qwen2": dict(model_type="qwen2"),  # biased K, head_dim 128 / 4
     "qwen3": dict(model_type="qwen3", head_dim=128),  # QK-norm
+    # Windows that SGLang leaves out: its classes attend to everything.
+    "mistral": dict(model_type="mistral", head_dim=64, sliding_window=16),
+    "qwen2-window": dict(
+        model_type="qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "phi4-mini": dict(  # one projection of Q, K and V, RoPE on three quarters of the channels
+        model_type="phi3", sliding_window=16, partial_rotary_factor=0.75, pad_token_id=0
+    ),
     "qwen3-moe": dict(model_type="qwen3_moe", head_dim=64, num_experts=4, **_MOE),
     "glm4-moe": dict(  # biased K, QK-norm, RoPE on half of the channels, a dense first layer
         model_type="glm4_moe",
@@ -63,6 +73,36 @@ FAMILIES = {
         **_HYBRID,
     ),
     "qwen3.5": dict(model_type="qwen3_5_text", **_HYBRID),
+    "nemotron-h": dict(  # no RoPE; layers without a mixer of tokens, too
+        model_type="nemotron_h",
+        head_dim=64,
+        num_hidden_layers=6,
+        hybrid_override_pattern="M*-M*-",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        chunk_size=64,
+    ),
+    "granite-hybrid": dict(  # no RoPE
+        model_type="granitemoehybrid",
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_d_head=64,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=128,
+        position_embedding_type="nope",
+        **_MAMBA,
+    ),
+    "falcon-h1": dict(
+        model_type="falcon_h1", head_dim=64, mamba_d_head=32, mamba_d_ssm=128, **_MAMBA
+    ),
+    "lfm2": dict(
+        model_type="lfm2",
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+    ),
 }
 # config.json of the first of them, for runs with dummy weights or with none at all.
 LLAMA = {
@@ -86,7 +126,10 @@ def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     if sharp:
         _sharpen(model)
-    return _write(model, folder)
+    _write(model, folder)
+    if pattern := FAMILIES[name].get("hybrid_override_pattern"):  # as checkpoints have it
+        edit_config(folder, hybrid_override_pattern=pattern, layers_block_type=None)
+    return folder
 
 
 def llama(folder: Path) -> Path:
