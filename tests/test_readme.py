@@ -1,4 +1,5 @@
-"""Every command and flag that a README.md shows is one that exists, with the arguments it shows."""
+"""Every command and flag that a page shows exists, with the arguments it shows; every variable,
+flag, metric and script stands on one."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 def commands() -> list[tuple[str, str]]:
     """(file, command) of every line of every shell block, continued lines joined."""
     found = []
-    for path in READMES:
+    for path in (*READMES, *PAGES):
         for language, text in blocks(path):
             if language in SHELLS:
                 lines = text.replace("\\\n", " ").splitlines()
