@@ -106,7 +106,7 @@ POOL_FAULTS = {
         "    if seg.spec.block > 1:\n        seal(seg,",
     ),
     "channels of the next page": Fault(
-        "reference.py", "channels[layer][slots // seg", "channels[layer][1 + slots // seg"
+        "reference.py", "channels[layer][slots // spec", "channels[layer][1 + slots // spec"
     ),
     "keys encoded for another tile": Fault(
         "reference.py",
