@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..kernels.codec import LayerCodec
 from .collect import Progress, collect, load_model, score
 from .data import Tokens
+from .pictures import hash_files, load_pictures
 from .selfsample import plausible
 from .state import Partial
 from .stats import Moments
@@ -27,7 +28,7 @@ _BIAS = re.compile(r"(q_proj|k_proj|qkv|c_attn)[^.]*\.bias$")
 class Run:
     """What to run. ``partial``: file that keeps the sums of an interrupted run; ``tp``: ranks
     that share the model (sglang); ``fit``: the codec whose slots are to be scored, from moments
-    (``widths``)."""
+    (``widths``); ``images``: files for a vision-language model (transformers)."""
 
     model_dir: Path
     source: Tokens
@@ -37,6 +38,7 @@ class Run:
     partial: Path | None = None
     tp: int = 1
     fit: Callable[[list[Moments]], Sequence[LayerCodec]] | None = None
+    images: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,14 @@ def observe(model: PreTrainedModel, run: Run) -> Observed:
     """The same with a model that is loaded already."""
     source = plausible(model, run.source, run.progress)
     partial = Partial(run.partial, _key(run, source)) if run.partial else None
-    moments = collect(model, source.sequences, run.n_sink, progress=run.progress, partial=partial)
+    moments = collect(
+        model,
+        source.sequences,
+        run.n_sink,
+        progress=run.progress,
+        partial=partial,
+        pictures=load_pictures(run.model_dir, run.images) if run.images else (),
+    )
     if partial:
         partial.remove()
     biased = _biased(name for name, _ in model.named_parameters())
@@ -102,4 +111,5 @@ def _biased(names) -> bool:
 def _key(run: Run, source: Tokens) -> str:
     """Identifies the sums: model, tokens, sink. Weights are hashed by the caller's fingerprint."""
     parts = (str(run.model_dir.resolve()), source.hash, run.device, str(run.n_sink))
+    parts += (hash_files(run.images),)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

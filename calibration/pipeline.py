@@ -20,6 +20,7 @@ from .errors import CalibrationError
 from .fit import CONTEXT, DAMPING, N_SINK, LayerFit
 from .fit_options import K_SIGMAS, V_SIGMAS
 from .model_fit import Fitter, wanted_bits, widen
+from .pictures import hash_files
 from .warn import calibration_warnings
 
 DEFAULT_TOKENS = 8192
@@ -42,6 +43,7 @@ def calibrate(
     codec_options: Mapping[str, str] | None = None,
     context: int | None = None,
     bits: float | None = None,
+    images: Sequence[Path] = (),
 ) -> Artifact:
     """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
 
@@ -56,6 +58,7 @@ def calibrate(
     context        positions that ``position`` is fitted for; None: the model's own context length
     bits           per element that ``position`` may spend on history; what is left over 2 bits and
                    metadata widens the K or V of some layers (``widths``). None: ``EXTRA_BITS``
+    images         files that a vision-language model reads besides (transformers engine)
 
     A codec that needs no data is made from the model's shape alone; the model does not run.
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
@@ -71,6 +74,7 @@ def calibrate(
         codec_options=codec_options,
         context=context,
         bits=bits,
+        images=images,
     )
     return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
 
@@ -91,6 +95,7 @@ def calibrate_codecs(
     codec_options: Mapping[str, str] | None = None,
     context: int | None = None,
     bits: float | None = None,
+    images: Sequence[Path] = (),
 ) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
@@ -113,9 +118,14 @@ def calibrate_codecs(
         )
     if tp > 1 and engine != "sglang":
         raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
+    if images and (engine != "transformers" or "position" in codecs):
+        raise CalibrationError(
+            "images are read by the transformers engine only, and not for codec position, which "
+            "counts positions by tokens; drop --engine, the codec, or --images"
+        )
     fitter = Fitter("position", context, n_sink, progress) if "position" in codecs else None
     wanted = wanted_bits(bits, fingerprint.head_dim)
-    run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter)
+    run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter, tuple(images))
     observed = ENGINES[engine](run)
     facts = {
         "tool": f"oscar_sglang {__version__}",
@@ -126,6 +136,8 @@ def calibrate_codecs(
         "device": device,
         "engine": engine,
     }
+    if images:
+        facts |= {"images": len(images), "images_hash": hash_files(images)}
     for codec in codecs:
         fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
         if codec == "position":

@@ -31,6 +31,14 @@ def add(commands) -> None:
         metavar="SOURCE",
         help="random (default; random:N: sequences of N), a UTF-8 text file, or NPZ:KEY with ids",
     )
+    p.add_argument(
+        "--images",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="pictures that a vision-language model reads besides (default: text alone)",
+    )
     p.add_argument("--tokens", type=positive, default=8192, help="tokens to run (default 8192)")
     p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     p.add_argument(
@@ -86,6 +94,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             seed=args.seed,
             context=args.context,
             bits=args.bits,
+            images=args.images,
             progress=progress,
             engine=args.engine,
             tp=args.tp,
