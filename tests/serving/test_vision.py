@@ -90,7 +90,7 @@ def answers(tmp_path_factory):
     reference = Reference(model)
     expected = {name: reference.answer(chat) for name, chat in CHATS.items()}
     artifact = folder / "made.safetensors"
-    calibrate(model, tokens=512).save(artifact)
+    calibrate(Plan(model, tokens=512)).save(artifact)
     flags = (*FLAGS, "--oscar-artifact", str(artifact))
     with Server(model, folder / "server.log", *flags) as server:
         found = {name: over_http(server, chat) for name, chat in CHATS.items()}
