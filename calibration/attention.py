@@ -61,6 +61,9 @@ def _padding(*args, attention_mask=None, **kwargs):
 
 
 def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    if not hasattr(module, "layer_idx"):  # of the part that reads pictures: no KV cache
+        exact = AttentionInterface()["sdpa"]
+        return exact(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # A window that SGLang leaves out; other models with one are refused (``check_supported``).
     for name in ("softcap", "s_aux", "head_mask"):
         if kwargs.get(name) is not None:

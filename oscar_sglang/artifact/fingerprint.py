@@ -22,6 +22,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+# Where multimodal configs keep their language model; SGLang looks in the same order.
+_TEXT_PARTS = ("thinker_config", "llm_config", "language_config", "text_config")
 # What lists of kinds call a layer with K and V, and one with a state or nothing at all.
 _LOCAL = ("sliding_attention", "swa", "chunked_attention")
 _ATTENTION = ("full_attention", "attention", "attn", *_LOCAL)
@@ -117,9 +119,12 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a (possibly multimodal) config."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
+    """The language model's part of a (possibly multimodal) config: of an omni model, the part of
+    the thinker, which is what SGLang serves."""
+    for name in _TEXT_PARTS:
+        if isinstance(nested := config.get(name), dict):
+            return text_config(nested)
+    return config
 
 
 def attention_layers(text: dict[str, Any], layers: int) -> list[int]:

@@ -20,7 +20,7 @@ from ..events import log_event
 from ..pool.hybrid import attention_layer_ids
 from ..pool.sizing import ROW_SLACK, make_plan
 from ..pool.varlen import workspace_bytes
-from ..watch.gpu_tags import BYTES_PER_SLOT
+from ..watch.tags import BYTES_PER_SLOT
 from .registration import hooks_in_place, verify
 from .seam import config_of, enabled
 

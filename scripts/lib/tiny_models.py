@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 VOCAB = 256
 _PEAK = 8
@@ -104,6 +109,60 @@ FAMILIES = {
         block_auto_adjust_ff_dim=False,
     ),
 }
+# Tokens that pictures need, the last ones of the vocabulary.
+SPECIAL = {
+    name: VOCAB - 6 + i
+    for i, name in enumerate(
+        (
+            "<|vision_start|>",
+            "<|vision_end|>",
+            "<|image_pad|>",
+            "<|video_pad|>",
+            "<|im_end|>",
+            "<e>",
+        )
+    )
+}
+PATCH = 8
+_VISION = dict(
+    depth=2,
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=2,
+    patch_size=PATCH,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+)
+_VISION_IDS = dict(
+    image_token_id=SPECIAL["<|image_pad|>"],
+    video_token_id=SPECIAL["<|video_pad|>"],
+    vision_start_token_id=SPECIAL["<|vision_start|>"],
+    vision_end_token_id=SPECIAL["<|vision_end|>"],
+)
+
+
+def _mrope(*sections: int, **more) -> dict:
+    plain = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    return plain | more
+
+
+# Models of text and pictures: positions in three dimensions.
+FAMILIES |= {
+    "qwen3-vl": dict(
+        model_type="qwen3_vl",
+        text_config=dict(head_dim=64, rope_parameters=_mrope(12, 10, 10, mrope_interleaved=True)),
+        vision_config=dict(
+            _VISION, out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0]
+        ),
+        **_VISION_IDS,
+    ),
+    "qwen2.5-vl": dict(  # biased K; its window is for layers that none of its checkpoints has
+        model_type="qwen2_5_vl",
+        text_config=dict(rope_parameters=_mrope(4, 6, 6)),
+        vision_config=dict(_VISION, out_hidden_size=128, fullatt_block_indexes=[1], window_size=32),
+        **_VISION_IDS,
+    ),
+}
 # config.json of the first of them, for runs with dummy weights or with none at all.
 LLAMA = {
     **_COMMON,
@@ -122,14 +181,27 @@ def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:
     ``sharp``: distributions far from uniform, so that differences of them mean something.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**_COMMON, **FAMILIES[name], **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    spec = FAMILIES[name]
+    if "text_config" in spec:
+        text = {**_COMMON, **spec["text_config"], **changes}
+        config = AutoConfig.for_model(**{**spec, "text_config": text})
+    else:
+        config = AutoConfig.for_model(**{**_COMMON, **spec, **changes})
+    plain = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model = (AutoModelForCausalLM if plain else AutoModelForImageTextToText).from_config(config)
     if sharp:
         _sharpen(model)
     _write(model, folder)
-    if pattern := FAMILIES[name].get("hybrid_override_pattern"):  # as checkpoints have it
+    if pattern := spec.get("hybrid_override_pattern"):  # as checkpoints have it
         edit_config(folder, hybrid_override_pattern=pattern, layers_block_type=None)
     return folder
+
+
+def head_dim(name: str) -> int:
+    """Channels of a head of one of ``FAMILIES``."""
+    spec = FAMILIES[name]
+    text = _COMMON | spec.get("text_config", spec)
+    return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
 def llama(folder: Path) -> Path:
@@ -171,6 +243,8 @@ def _write(model, folder: Path) -> Path:
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 p.mul_(_PEAK)  # attention that is not uniform
+            elif "visual.merger" in name:
+                p.mul_(_PEAK)  # pictures that make a difference
             elif name.endswith(".bias"):  # they start as zeros
                 # Values that are mostly bias would make all contexts alike.
                 p.normal_(std=0.05 if name.endswith("v_proj.bias") else 0.5)
