@@ -33,7 +33,7 @@ from ..kernels.codec import (
 )
 from ..kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 from . import fit_position
-from .fit_options import feedback_metric, fit_grids
+from .fit_options import feedback_factor, feedback_metric, fit_grids
 from .stats import BeforeRope, Moments
 
 DAMPING = 0.05
@@ -158,14 +158,6 @@ def _parameters(
     if "grid" in spec.meta.tensors(len(r_k[0])):
         params = params._replace(grid=fit_grids(spec, params, moments))
     return params
-
-
-def feedback_factor(metric: torch.Tensor) -> torch.Tensor:
-    """Strictly upper triangular F [Hk, D, D] float64 with row j = U[j, j+1:] / U[j, j], where
-    ``U^T U = metric^-1``; metric [Hk, D, D] float64, positive definite."""
-    inverse = torch.linalg.inv(metric)
-    u = torch.linalg.cholesky((inverse + inverse.mT) / 2, upper=True)
-    return (u / u.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
 
 
 def k_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:

@@ -30,7 +30,7 @@ from ..kernels.codec_position import (
     with_rope,
 )
 from ..kernels.hadamard import hadamard
-from .fit_options import feedback_metric, fit_grid
+from .fit_options import feedback_factor, feedback_metric, fit_grid
 from .stats import BeforeRope, Moments
 
 BETA = 0.1
@@ -103,8 +103,6 @@ def parameters(
     moments: Moments, a: torch.Tensor, r_v: torch.Tensor, m: torch.Tensor, damping: float
 ) -> LayerParams:
     """Everything but the grid; a, m [Hk, D, D] float64."""
-    from .fit import feedback_factor
-
     before, inverse = moments.before, torch.linalg.inv(a)
     g = inverse @ m @ inverse.mT
     return LayerParams(

@@ -25,11 +25,11 @@ from ..artifact.fingerprint import attention_layers, read_config, text_config
 from ..kernels.codec import LayerCodec
 from ..kernels.codec_position import Rope
 from ..launch_server import enter_cpu_mode
-from .collect import Accumulator, Progress
+from .collect import Progress
 from .errors import CalibrationError
 from .rope import PROBE_TOKENS, checked, turning
 from .sglang_runner import bare_runner, resolved_arguments
-from .stats import BeforeRope, Moments, join_heads
+from .stats import Accumulator, BeforeRope, Moments, join_heads
 from .widths import Prober, Scores, probe_ids, projection
 
 
@@ -265,6 +265,7 @@ def prefill_batch(runner, ids: torch.Tensor, row: int = 1, first_slot: int = 1):
         seq_lens_sum=n,
         out_cache_loc=slots,
         positions=torch.arange(n, device=device),
+        mrope_positions=torch.arange(n, device=device).expand(3, n).contiguous(),  # of text
         spec_algorithm=SpeculativeAlgorithm.NONE,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         extend_num_tokens=n,

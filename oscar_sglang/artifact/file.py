@@ -71,6 +71,11 @@ class Artifact:
         return layer_specs(self.spec, self.fingerprint.layers, self.options)
 
     @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """Bits of each layer's K and V, if the codec has a choice (``codec.layer_specs``)."""
+        return tuple((k, v) for k, v in self.options.get("bits") or ())
+
+    @property
     def codecs(self) -> list[LayerCodec]:
         """Of each layer, what ``calibration.served`` fits."""
         return [LayerCodec(*pair) for pair in zip(self.specs, self.layers, strict=True)]

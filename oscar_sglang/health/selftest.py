@@ -21,7 +21,7 @@ from ..kernels.layout import WindowLayout
 from ..kernels.plan import claim_sinks
 from ..kernels.store import store
 from ..kernels.stores import HistoryStore, SinkCache, WindowStore
-from ..kernels.views import TokenBatch, layer_view, query_buffer
+from ..kernels.views import LayerView, TokenBatch, layer_view, query_buffer
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,14 @@ def _stored(ours: _Pool, other: _Pool) -> tuple[float, float]:
 def proven(device: torch.device, codec: str) -> bool:
     """Whether the kernels need no comparison here before they serve."""
     return CODECS[codec].meta.proven and torch.cuda.get_device_capability(device) in PROVEN_ON
+
+
+def check_backend(attention: DecodeAttention, views: list[LayerView]) -> None:
+    """Compare CUDA kernels with the reference before serving, where no test has done so: of each
+    kind of layer one."""
+    for view in {v.spec: v for v in views}.values():
+        if attention.cuda and not proven(attention.device, view.spec.name):
+            check_served(attention, view.spec, view.params)
 
 
 def check_served(attention: DecodeAttention, spec: CodecSpec, params: LayerParams) -> None:

@@ -1,6 +1,6 @@
 """A codec in one file: everything that serves, judges and shows codecs takes it up by itself.
 
-    python toy_codec.py MODEL FOLDER   -> one JSON object on the last line of stdout
+    python -m tests.runners.toy_codec MODEL FOLDER   -> one JSON object on the last line of stdout
 
 Run by serving/test_codecs.py in a process of its own. A row of ``toy`` costs 2 bits a channel and
 its largest magnitude: levels lie at -1, -1/3, 1/3 and 1 times that.
@@ -16,11 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
-
-from oscar_sglang.kernels.codec import CODECS, CodecSpec, Metadata, RangeRule, Rows  # noqa: E402
-from oscar_sglang.kernels.codec_affine import pack, round_codes, to_half, unpack  # noqa: E402
+from oscar_sglang.kernels.codec import CODECS, CodecSpec, Metadata, RangeRule, Rows
+from oscar_sglang.kernels.codec_affine import pack, round_codes, to_half, unpack
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,11 @@ def main(model: Path, folder: Path) -> None:
 
     artifact = folder / "toy.safetensors"
     data_free(Fingerprint.of(model), OscarConfig(codec="toy").codec).save(artifact)
-    import codec_parity
+    from .codec_parity import compare  # imports SGLang
 
-    codec_parity.main(str(model), str(artifact))  # through SGLang: prints what it found
-    print(json.dumps({"kl": {n: r["kl"] for n, r in rows.items()}, "css": css_class("toy")}))
+    served = compare(str(model), str(artifact))
+    kl = {name: row["kl"] for name, row in rows.items()}
+    print(json.dumps({"served": served, "kl": kl, "css": css_class("toy")}))
 
 
 if __name__ == "__main__":
