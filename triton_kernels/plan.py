@@ -63,7 +63,7 @@ def _plan_kernel(
     else:
         q_start = b
         q_len = ok.to(tl.int32)
-    fresh_from = tl.load(recent_start + row, ok, 0).to(tl.int32)
+    fresh_from = tl.load(recent_start + row, ok, 0).to(tl.int32)  # below: ``first_exact``
     low = tl.maximum(tl.maximum(fresh_from, seq_len - n_recent), 0)
     hist_end = tl.maximum((low + block - 1) // block * block, n_sink)
     hist_end = tl.maximum(tl.minimum(seq_len - q_len, hist_end), 0)
