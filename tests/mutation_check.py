@@ -29,15 +29,15 @@ HOST_TESTS += ("test_debug_tags.py",)
 
 POOL_FAULTS = {
     "history one token too short": Fault(
-        "reference.py", "prefix_lens + 1 - windows.n_recent)", "prefix_lens - windows.n_recent)"
+        "reference.py", "first_exact(prefix_lens + 1,", "first_exact(prefix_lens,"
     ),
     "history one token too long": Fault(
-        "reference.py", "prefix_lens + 1 - windows.n_recent)", "prefix_lens + 2 - windows.n_recent)"
+        "reference.py", "first_exact(prefix_lens + 1,", "first_exact(prefix_lens + 2,"
     ),
     "stale ring after a prefix hit": Fault(
         "reference.py",
-        "torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)",
-        "prefix_lens + 1 - windows.n_recent",
+        "torch.maximum(recent_start, seq_lens - n_recent)",
+        "seq_lens - n_recent",
     ),
     "stale ring after a turn that was cut": Fault(
         "reference.py", "    seg.windows.go_on(rows, prefix_lens)\n", ""

@@ -21,7 +21,7 @@ FOLDERS = {"oscar_sglang": (), "calibration": ("calibration",), "triton_kernels"
 GROUND = {"", "config", "events"}
 ROOMS = {
     "": set(),
-    "config": set(),
+    "config": {"kernels"},  # names of codecs, looked up when they are asked for
     "events": set(),
     "launch_server": set(),
     "kernels": {"config"},

@@ -30,7 +30,7 @@ RESULTS = ROOT / "scripts" / "results" / "pool-quality-smollm2.json"
 @pytest.fixture(scope="module")
 def emulated(reference_model, artifacts, documents):
     """KL of the document per codec, by an emulation in transformers that has no pool."""
-    from oscar_sglang.calibration import QuantisedCache
+    from tests.support.quantised_cache import QuantisedCache
 
     ids = documents[DOCUMENT]
     exact = exact_logprobs(reference_model, ids)
