@@ -111,7 +111,9 @@ def test_everything_imported_is_installed_by_something():
     assert not missing, {n: str(names[n]) for n in missing}
 
 
-@pytest.mark.parametrize("script", ["plot_itl.py", "plot_kernels.py", "plot_serving.py"])
+@pytest.mark.parametrize(
+    "script", ["plot_agents.py", "plot_itl.py", "plot_kernels.py", "plot_serving.py"]
+)
 def test_a_plot_without_matplotlib_says_what_to_install(script):
     code = (
         "import runpy, sys; sys.modules['matplotlib'] = None\n"
