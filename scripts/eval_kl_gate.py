@@ -3,7 +3,7 @@
     python scripts/eval_kl_gate.py --model DIR --text NPZ:KEY... [--caches stock,int2,position]
                                    [--new-tokens 64 --groups 2 ...] [--json OUT] [-- SERVER FLAGS]
 
-What is measured and by whose code: ``oscar_sglang/kl_gate.py``, which ``oscar-sglang verify --url``
+What is measured and by whose code: ``oscar_sglang/health/kl_gate.py``, which ``oscar-sglang verify --url``
 runs on one server. "stock" is SGLang's own cache with the plugin idle (FlashAttention-3, on a CPU
 torch), so its figure is what rounding alone gives; "fp8" needs a GPU. Results of other models in
 the JSON file are kept.
@@ -59,7 +59,7 @@ def main() -> int:
     args = parse()
     if not has_gpu():
         enter_cpu_mode()  # before anything imports sglang
-    from oscar_sglang import kl_gate
+    from oscar_sglang.health import kl_gate
 
     sizes, found, rows = sizes_of(args), {}, []
     if args.json and args.json.exists():

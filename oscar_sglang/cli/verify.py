@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def run_artifact(args: argparse.Namespace, console: Console) -> int:
     """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
-    from .. import artifact as art
+    from ..artifact import file as art
     from ..calibration.verify import verify
     from ..config import OscarError
 
@@ -99,7 +99,7 @@ def run_server(args: argparse.Namespace, console: Console) -> int:
 
     if not has_gpu():
         enter_cpu_mode()  # before anything imports transformers or sglang
-    from .. import kl_gate
+    from ..health import kl_gate
 
     sizes = sizes_of(args)
     writable(args.json, "--json")
@@ -119,14 +119,14 @@ def run_server(args: argparse.Namespace, console: Console) -> int:
 
 
 def sizes_of(args: argparse.Namespace):
-    from ..kl_gate import Sizes
+    from ..health.kl_gate import Sizes
 
     return Sizes(**{f.name: getattr(args, f.name) for f in fields(Sizes) if hasattr(args, f.name)})
 
 
 def gate_table(servers: dict[str, list]) -> Table:
     """Rows by server and case, and whether each threshold of SGLang's CI is kept."""
-    from ..kl_gate import CI_THRESHOLDS
+    from ..health.kl_gate import CI_THRESHOLDS
 
     table = Table(title="KL of sampled tokens on cached prefixes from an empty cache, nats")
     for name in ("server", "case", "KL", "samples", "tokens", "cached"):
