@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     for cache in args.caches:
         measure(cache, folder, results)
     results.write()
-    show(results.as_dict(), Console())
+    show(results.as_dict(), Console(width=None if sys.stdout.isatty() else 140))
     return 0
 
 

@@ -159,7 +159,7 @@ def show(rows: list[dict], console: Console) -> None:
 
 
 def main() -> int:
-    args, console = parse(), Console()
+    args, console = parse(), Console(width=None if sys.stdout.isatty() else 160)
     if args.list:
         for kit in KITS:
             console.print(f"{kit.name:32} server: {kit.setup}", highlight=False)

@@ -3,10 +3,10 @@
     python scripts/eval_kl_gate.py --model DIR --text NPZ:KEY... [--caches stock,int2,position]
                                    [--new-tokens 64 --groups 2 ...] [--json OUT] [-- SERVER FLAGS]
 
-What is measured and by whose code: ``oscar_sglang/health/kl_gate.py``, which ``oscar-sglang verify --url``
-runs on one server. "stock" is SGLang's own cache with the plugin idle (FlashAttention-3, on a CPU
-torch), so its figure is what rounding alone gives; "fp8" needs a GPU. Results of other models in
-the JSON file are kept.
+What is measured and by whose code: ``oscar_sglang/health/kl_gate.py``, which
+``oscar-sglang verify --url`` runs on one server. "stock" is SGLang's own cache with the plugin idle
+(FlashAttention-3, on a CPU torch), so its figure is what rounding alone gives; "fp8" needs a GPU.
+Results of other models in the JSON file are kept.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> int:
                 "rows": rows,
             }
             args.json.write_text(json.dumps(result, indent=1) + "\n")
-    Console().print(gate_table(found))
+    Console(width=None if sys.stdout.isatty() else 120).print(gate_table(found))
     return int(any(r.kl > args.limit for results in found.values() for r in results))
 
 
