@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -116,27 +117,52 @@ def run_kit(kit: Kit, server: Server, args: argparse.Namespace) -> dict[str, dic
     return found
 
 
-def run_setup(name: str, cache: str, args: argparse.Namespace) -> dict[str, dict]:
-    """Results by kit of one server; a new one where a test has ended the last."""
-    setup = SETUPS[name]
+def run_setup(name: str, cache: str, kits: list[Kit], args: argparse.Namespace) -> Iterator:
+    """(kit, results by test) of one server; of a new one where a test has ended the last."""
+    setup, kits = SETUPS[name], list(kits)
     flags = [*CACHES[cache], *args.flags, *setup.flags, *(setup.int2 if cache == "int2" else ())]
-    kits = [k for k in KITS if k.setup == name and (not args.kits or k.name in args.kits)]
-    found: dict[str, dict] = {}
     while kits:
         log = args.log_dir / f"kits-{name}-{cache}-{len(kits)}.log"
         print(f"{cache}: {shlex.join(flags)}", flush=True)
         with Server(args.model, log, *flags, env=setup.env, timeout=900) as server:
             while kits and server.process.poll() is None:
                 kit = kits.pop(0)
-                found[kit.name] = run_kit(kit, server, args)
-    return found
+                yield kit, run_kit(kit, server, args)
+
+
+class Results:
+    """Rows of this run, and of other kits in the file, written as they come."""
+
+    def __init__(self, args: argparse.Namespace, chosen: list[Kit]) -> None:
+        self.args, self.rows = args, {}
+        if args.json and args.json.exists():
+            self.rows = {r["kit"]: r for r in json.loads(args.json.read_text())["rows"]}
+        for kit in chosen:
+            about = {"kit": kit.name, "model": args.model.name, "setup": kit.setup}
+            self.rows[kit.name] = about | {"flags": shlex.join(args.flags), "tests": {}}
+        self.header = header(device_name(), args.commit)
+
+    def add(self, kit: Kit, cache: str, tests: dict[str, dict]) -> None:
+        self.rows[kit.name]["tests"][cache] = tests
+        if self.args.json:
+            self.args.json.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+    def as_dict(self) -> dict:
+        rows = [r for r in self.rows.values() if r["tests"]]
+        return {
+            **self.header,
+            "baselines": ["stock: SGLang's own cache, the same tests"],
+            "left_out": LEFT_OUT,
+            "differences": differences(rows),
+            "rows": rows,
+        }
 
 
 def differences(rows: list[dict]) -> list[str]:
     """Tests whose result is not the same in both."""
     found = []
     for row in rows:
-        stock, int2 = (row["tests"][c] for c in CACHES)
+        stock, int2 = (row["tests"].get(c, {}) for c in CACHES)
         for test in sorted({*stock, *int2}):
             a, b = (r.get(test, {}).get("result", "missing") for r in (stock, int2))
             if a != b:
@@ -153,7 +179,7 @@ def counts(tests: dict[str, dict]) -> str:
 def show(rows: list[dict], console: Console) -> None:
     table = Table("kit", *CACHES, "differs")
     for row in rows:
-        cells = [counts(row["tests"][cache]) for cache in CACHES]
+        cells = [counts(row["tests"].get(cache, {})) for cache in CACHES]
         table.add_row(row["kit"], *cells, "\n".join(differences([row])) or "-")
     console.print(table)
 
@@ -170,27 +196,16 @@ def main() -> int:
         enter_cpu_mode()  # before anything imports sglang
     args.log_dir.mkdir(parents=True, exist_ok=True)
     chosen = [k for k in KITS if not args.kits or k.name in args.kits]
-    rows: list[dict] = []
-    if args.json and args.json.exists():
-        names = {k.name for k in chosen}
-        rows = [r for r in json.loads(args.json.read_text())["rows"] if r["kit"] not in names]
+    results = Results(args, chosen)
     for setup in dict.fromkeys(k.setup for k in chosen):
-        results = {cache: run_setup(setup, cache, args) for cache in CACHES}
-        for kit in chosen:
-            if kit.setup == setup:
-                tests = {cache: found[kit.name] for cache, found in results.items()}
-                about = {"kit": kit.name, "model": args.model.name, "setup": setup}
-                rows.append({**about, "flags": shlex.join(args.flags), "tests": tests})
-        if args.json:
-            result = header(device_name(), args.commit) | {
-                "baselines": ["stock: SGLang's own cache, the same tests"],
-                "left_out": LEFT_OUT,
-                "rows": rows,
-                "differences": differences(rows),
-            }
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-    show(rows, console)
-    return int(bool(differences(rows)))
+        for cache in CACHES:
+            for kit, tests in run_setup(
+                setup, cache, [k for k in chosen if k.setup == setup], args
+            ):
+                results.add(kit, cache, tests)
+    data = results.as_dict()
+    show(data["rows"], console)
+    return int(bool(data["differences"]))
 
 
 if __name__ == "__main__":

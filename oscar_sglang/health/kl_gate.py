@@ -25,7 +25,6 @@ from ..config import OscarError
 # parallelism.
 CI_THRESHOLDS = {"default": 0.003, "FP8 hybrids": 0.005, "DCP": 0.01}
 HIGHEST_ID = 30_000  # of the kit's random suffixes
-TURNS = (512, 256)  # tokens of the later turns
 
 
 class GateError(OscarError):
@@ -41,6 +40,7 @@ class Sizes:
     groups: int = 3  # prefixes of the other cases ...
     branches: int = 3  # ... and requests on each
     prefix_tokens: int = 512
+    turns: tuple[int, ...] = (512, 256)  # random tokens that begin the later turns
     new_tokens: int = 512  # sampled per turn
 
     @property
@@ -51,7 +51,8 @@ class Sizes:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         first = 256 + 64 * (self.branches - 1) + self.prefix_tokens
-        return max(self.prompt_tokens, first) + sum(TURNS) + 3 * self.new_tokens
+        later = sum(self.turns) + (1 + len(self.turns)) * self.new_tokens
+        return max(self.prompt_tokens, first) + later
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _prompts(name: str, documents: list, sizes: Sizes, vocab: int, hits: _Hits) 
     def suffixes(n: int, seed: int) -> list[list[list[int]]]:
         return [
             [random.Random(f"{seed} {turn} {i}").choices(ids, k=turn) for i in range(n)]
-            for turn in TURNS
+            for turn in sizes.turns
         ]
 
     prefixes = [ids[: sizes.prefix_tokens] for ids in documents[: sizes.groups]]
