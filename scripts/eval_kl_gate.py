@@ -69,7 +69,7 @@ def main() -> int:
         flags, began = [*CACHES[cache], *args.flags], time.monotonic()
         with Server(args.model, args.log_dir / f"{cache}.log", *flags, timeout=900) as server:
             url = f"http://127.0.0.1:{server.port}"
-            texts, vocab = kl_gate.documents(url, str(args.model), args.text, sizes)
+            texts, vocab = kl_gate.documents(args.model, args.text, sizes)
             results = list(kl_gate.measure(url, texts, vocab, sizes, say=print))
         found[cache] = results
         about = {"model": args.model.name, "cache": cache, "flags": shlex.join(flags)}

@@ -10,38 +10,41 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .console import add_overrides, overridden, positive, progress_bar, writable
+from .console import add_command, add_device, add_sample, positive, progress_bar, writable
+from .model import add_model, model_folder
 
 LIMIT = 0.01  # nats, above which `verify --url` fails
 
 
 def add(commands) -> None:
-    p = commands.add_parser(
+    p = add_command(
+        commands,
         "verify",
-        help="does an artifact fit a model; does a server give back what its cache was given",
-        description="With FILE: are the artifact's recorded errors reproduced on a fresh sample. "
-        "With --url: SGLang's own KL gate for cached prefixes, against an idle running server.",
+        run,
+        "Check an artifact on fresh tokens, or a running server by SGLang's own KL gate.",
+        "qwen3-8b.safetensors --model Qwen/Qwen3-8B",
+        "--url http://127.0.0.1:30000 --text book.txt",
+        more="FILE: does it fit the model, do fresh tokens give the error it records. --url: does "
+        "the server's prefix cache give back what it was given; it must be idle, and is flushed. "
+        "Exit status 1 if not.",
     )
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("file", metavar="FILE", nargs="?", help="artifact")
-    what.add_argument("--url", help="server, as http://127.0.0.1:30000; its cache is flushed")
-    p.add_argument("--model", metavar="DIR", help="local model directory (--url: the server's)")
-    p.add_argument("--data", default="random", metavar="SOURCE", help="as for calibrate")
-    p.add_argument("--tokens", type=positive, default=4096, help="tokens to run (default 4096)")
-    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    p.add_argument("--seed", type=int, default=1, help="of the random ids (default 1)")
-    add_overrides(p)
+    what.add_argument("file", metavar="FILE", nargs="?", help="artifact (.safetensors)")
+    what.add_argument("--url", help="SGLang server, with any cache")
+    add_model(p, required=False)
+    add_device(add_sample(p, tokens=4096, seed=1))
     add_sizes(p.add_argument_group("with --url"))
-    p.set_defaults(run=run)
 
 
 def add_sizes(group) -> None:
     """What the gate reads and sends."""
     group.add_argument(
-        "--text", nargs="+", metavar="SOURCE",
-        help="text files or NPZ:KEY, of the model's language (default: LongBench v2, as in "
-        "SGLang's CI: needs `datasets` and the internet)",
-    )  # fmt: skip
+        "--text",
+        nargs="+",
+        metavar="SOURCE",
+        help="what prompts are cut from, each as of --data (default: LongBench v2, as in SGLang's "
+        "CI; needs `datasets` and the internet)",
+    )
     for name, default, text in (
         ("samples", 4, "prompts of the first case"),
         ("prompt-tokens", 3000, "their length"),
@@ -50,12 +53,20 @@ def add_sizes(group) -> None:
         ("new-tokens", 512, "tokens sampled per turn"),
     ):
         group.add_argument(
-            "--" + name, type=positive, default=default, help=f"{text} (default {default})"
+            f"--{name}",
+            type=positive,
+            default=default,
+            metavar="N",
+            help=f"{text} (default: %(default)s)",
         )
     group.add_argument(
-        "--limit", type=float, default=LIMIT, help=f"fail above this KL (default {LIMIT})"
+        "--limit",
+        type=float,
+        default=LIMIT,
+        metavar="NATS",
+        help="fail above this KL (default: %(default)s)",
     )
-    group.add_argument("--json", type=Path, help="write the figures")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -65,13 +76,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def run_artifact(args: argparse.Namespace, console: Console) -> int:
     """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
     from ..artifact import file as art
-    from ..calibration.verify import verify
     from ..config import OscarError
 
     if not args.model:
-        raise OscarError("verify FILE needs --model DIR")
+        raise OscarError("verify FILE needs --model")
     artifact = art.load(args.file)
-    with overridden(args) as model, progress_bar(console) as progress:
+    with model_folder(args) as model, progress_bar(console) as progress:
+        from ..calibration.verify import verify
+
         found = verify(
             artifact,
             model,
@@ -104,7 +116,9 @@ def run_server(args: argparse.Namespace, console: Console) -> int:
     sizes = sizes_of(args)
     writable(args.json, "--json")
     url = args.url.rstrip("/")
-    documents, vocab = kl_gate.documents(url, args.model, args.text, sizes)
+    args.model = args.model or kl_gate.served_model(url)
+    with model_folder(args) as model:
+        documents, vocab = kl_gate.documents(model, args.text, sizes)
     with console.status("sampling") as status:
         found = list(kl_gate.measure(url, documents, vocab, sizes, say=status.update))
     console.print(gate_table({"server": found}))

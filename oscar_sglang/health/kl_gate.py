@@ -212,31 +212,25 @@ def _result(name: str, kls: list[float], sizes: Sizes, hits: _Hits) -> Result:
     )
 
 
-def documents(
-    url: str, model: str | None, sources: list[str] | None, sizes: Sizes
-) -> tuple[list[list[int]], int]:
-    """What ``measure`` sends to a server, and its model's vocabulary size.
+def served_model(url: str) -> str:
+    """What a server calls its model: a folder or a name on the hub."""
+    import requests
 
-    model    folder with the server's model; None: what the server calls its model
+    try:
+        return requests.get(url + "/model_info", timeout=30).json()["model_path"]
+    except (requests.RequestException, KeyError) as error:
+        raise GateError(f"{url} does not answer as an SGLang server: {error}") from None
+
+
+def documents(model: Path, sources: list[str] | None, sizes: Sizes) -> tuple[list[list[int]], int]:
+    """What ``measure`` sends, and the vocabulary size of the model in folder ``model``.
+
     sources  text files or NPZ:KEY; None: LongBench v2, as SGLang's own tests read it
     """
-    if model is None:
-        import requests
-
-        try:
-            model = requests.get(url + "/model_info", timeout=30).json()["model_path"]
-        except (requests.RequestException, KeyError) as error:
-            raise GateError(f"{url} does not answer as an SGLang server: {error}") from None
-    folder = Path(model)
-    if not folder.is_dir():
-        raise GateError(f"the server's model {model} is no folder here: name it with --model")
-    return (cut(sources, folder, sizes) if sources else _longbench(folder, sizes)), _vocab(folder)
-
-
-def _vocab(folder: Path) -> int:
     from ..calibration.data import vocabulary
 
-    return vocabulary(folder)
+    found = cut(sources, model, sizes) if sources else _longbench(model, sizes)
+    return found, vocabulary(model)
 
 
 def _longbench(folder: Path, sizes: Sizes) -> list[list[int]]:
