@@ -61,7 +61,7 @@ class Result:
 
     case: str
     kl: float
-    error: float  # standard error of the mean over samples
+    error: float | None  # standard error of the mean over samples; None of one
     samples: int
     tokens: int  # compared
     hit: float  # cached tokens over those that this server can give back
@@ -201,11 +201,10 @@ def _recorded(kit, say: Callable[[str], None]) -> Iterator[list[float]]:
 
 
 def _result(name: str, kls: list[float], sizes: Sizes, hits: _Hits) -> Result:
-    spread = statistics.stdev(kls) if len(kls) > 1 else math.nan
     return Result(
         case=name,
         kl=statistics.fmean(kls),
-        error=spread / len(kls) ** 0.5,
+        error=statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else None,
         samples=len(kls),
         tokens=len(kls) * sizes.new_tokens,
         hit=hits.cached / hits.possible,
