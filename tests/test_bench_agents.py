@@ -169,17 +169,17 @@ def test_a_run_on_a_server(traces, tmp_path, capsys):
     """One int2 server, three users, SGLang's shared-prefix benchmark beside it."""
     out = tmp_path / "agents.json"
     sizes = ["groups=2", "prompts=2", "shared=96", "question=8", "new-tokens=4", "concurrency=2"]
+    flags = "--max-total-tokens 8192 --dtype float32 --oscar-prefix-window reuse"
     argv = [str(traces), "--shape", "tiny", "--caches", "int2", "--users", "3", "--price", "2"]
-    argv += ["--think", "0.2", "--warmup", "2", "--window", "15", "--json", str(out)]
-    argv += ["--server-flags", "--max-total-tokens 8192 --dtype float32", "--shared-prefix"]
+    argv += ["--think", "0.2", "--warmup", "2", "--window", "20", "--json", str(out)]
+    argv += ["--server-flags", flags, "--shared-prefix"]
     argv += [f"--shared-prefix-{size}" for size in sizes] + ["--log-dir", str(tmp_path)]
     assert bench_agents.main(argv) == 0
     data = json.loads(out.read_text())
     (row,), (groups,) = data["rows"], data["shared_prefix"]
     assert row["requests_ended"] > 0 and row["unfinished"] == 0 and row["price_per_m_output"] > 0
-    # A prompt hits at most the blocks it shares with the one before, and int2 computes up to 256
-    # tokens again: of these short prompts nothing or little is left.
-    assert row["requests_timed"] and 0 <= row["cache_hit_rate"] < 1
+    # A prompt shares 58 to 88% with the one before it in its session, whichever those were.
+    assert row["requests_timed"] > 0 and 0.5 < row["cache_hit_rate"] < 0.9
     assert groups["requests"] == 4 and groups["requests_per_s"] > 0
     assert data["traces"]["requests"] == 24 and data["users_at_slo"].keys() == {"int2"}
     assert "recorded agent sessions" in capsys.readouterr().out

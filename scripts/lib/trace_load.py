@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from agent_traces import Session
 from server import Client
-from traffic import ask
+from traffic import ask, sglang_client
 
 FIRST_PART = 2 / 3  # of a session, in which a user may start
 
@@ -66,6 +66,7 @@ def walk(sessions: list[Session], load: Load, user: int) -> Iterator[tuple[Sessi
 
 def run(client: Client, sessions: list[Session], load: Load) -> dict[str, Any]:
     """Replay for warm-up and window, then let what began in the window end; its figures."""
+    sglang_client()  # its import takes seconds, which are not the server's
     seen: list[Seen] = []
     start = time.perf_counter()
     close = start + load.warmup + load.window
