@@ -178,8 +178,8 @@ def test_a_run_on_a_server(traces, tmp_path, capsys):
     data = json.loads(out.read_text())
     (row,), (groups,) = data["rows"], data["shared_prefix"]
     assert row["requests_ended"] > 0 and row["unfinished"] == 0 and row["price_per_m_output"] > 0
-    # A prompt shares 58 to 88% with the one before it in its session, whichever those were.
-    assert row["requests_timed"] > 0 and 0.5 < row["cache_hit_rate"] < 0.9
+    # A prompt shares 70 to 84% with the one before it; more where a session is replayed again.
+    assert row["requests_timed"] > 0 and 0.69 < row["cache_hit_rate"] < 1
     assert groups["requests"] == 4 and groups["requests_per_s"] > 0
     assert data["traces"]["requests"] == 24 and data["users_at_slo"].keys() == {"int2"}
     assert "recorded agent sessions" in capsys.readouterr().out
