@@ -134,9 +134,11 @@ class Results:
     """Rows of this run, and of other kits in the file, written as they come."""
 
     def __init__(self, args: argparse.Namespace, chosen: list[Kit]) -> None:
-        self.args, self.rows = args, {}
+        self.args, self.rows, self.earlier = args, {}, []
         if args.json and args.json.exists():
-            self.rows = {r["kit"]: r for r in json.loads(args.json.read_text())["rows"]}
+            data = json.loads(args.json.read_text())
+            self.rows = {r["kit"]: r for r in data["rows"]}
+            self.earlier = [*data.get("earlier_commands", []), data["command"]]
         for kit in chosen:
             about = {"kit": kit.name, "model": args.model.name, "setup": kit.setup}
             self.rows[kit.name] = about | {"flags": shlex.join(args.flags), "tests": {}}
@@ -151,6 +153,7 @@ class Results:
         rows = [r for r in self.rows.values() if r["tests"]]
         return {
             **self.header,
+            "earlier_commands": self.earlier,
             "baselines": ["stock: SGLang's own cache, the same tests"],
             "left_out": LEFT_OUT,
             "differences": differences(rows),

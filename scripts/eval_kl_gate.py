@@ -61,9 +61,10 @@ def main() -> int:
         enter_cpu_mode()  # before anything imports sglang
     from oscar_sglang.health import kl_gate
 
-    sizes, found, rows = sizes_of(args), {}, []
+    sizes, found, rows, earlier = sizes_of(args), {}, [], []
     if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())["rows"]
+        data = json.loads(args.json.read_text())
+        rows, earlier = data["rows"], [*data.get("earlier_commands", []), data["command"]]
     rows = [r for r in rows if r["model"] != args.model.name or r["cache"] not in args.caches]
     for cache in args.caches:
         flags, began = [*CACHES[cache], *args.flags], time.monotonic()
@@ -77,6 +78,7 @@ def main() -> int:
         rows += [about | kl_gate.as_dict(r) for r in results]
         if args.json:
             result = header(device_name(), args.commit) | {
+                "earlier_commands": earlier,
                 "baselines": ["stock: SGLang's own cache, the same prompts"],
                 "thresholds": kl_gate.CI_THRESHOLDS,
                 "rows": rows,
