@@ -1,6 +1,6 @@
 """Recorded agent sessions against BF16, FP8 and 2-bit caches of one machine, same memory.
 
-    python scripts/bench_agents.py TRACES [--caches bf16,fp8,int2] [--users 8,16,32,48]
+    python -m scripts.bench_agents TRACES [--caches bf16,fp8,int2] [--users 8,16,32,48]
                                    [--price 3.5] [--shared-prefix] [--json OUT] [--commit HASH]
 
 TRACES: a folder, .json file or tar archive of recorded sessions (``lib/agent_traces.py`` says which
@@ -34,19 +34,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-import agent_traces  # noqa: E402
-import shared_prefix  # noqa: E402
-import trace_load  # noqa: E402
-from endurance import device_name  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Server  # noqa: E402
-from serving_options import cache_flags, names, numbers  # noqa: E402
-from shapes import CACHES, SHAPES, UNCHECKED, common_arguments, model_folder  # noqa: E402
-from shared_prefix import Groups  # noqa: E402
-from throughput import retractions  # noqa: E402
-
-from oscar_sglang.launch_server import has_gpu  # noqa: E402
+from oscar_sglang.launch_server import has_gpu
+from scripts.lib import agent_traces, shared_prefix, trace_load
+from scripts.lib.endurance import device_name
+from scripts.lib.provenance import header
+from scripts.lib.server import Server
+from scripts.lib.serving_options import cache_flags, names, numbers
+from scripts.lib.shapes import CACHES, SHAPES, UNCHECKED, common_arguments, model_folder
+from scripts.lib.shared_prefix import Groups
+from scripts.lib.throughput import retractions
 
 CONTEXT = 131_072  # of the servers
 CPU = {"bf16": ["--attention-backend", "torch_native"], "int2": CACHES["int2"]}

@@ -1,7 +1,7 @@
 """Run SGLang's own server test kits against a stock and an int2 server: what differs is a bug.
 
-    python scripts/check_kits.py --model DIR [--kits NAME,...] [--json OUT] [-- SERVER FLAGS]
-    python scripts/check_kits.py --list          the kits, and why the others are left out
+    python -m scripts.check_kits --model DIR [--kits NAME,...] [--json OUT] [-- SERVER FLAGS]
+    python -m scripts.check_kits --list          the kits, and why the others are left out
 
 The kits are in SGLang's wheel (``sglang.test.kits``). Both servers get the same flags; a kit that
 needs other flags gets a pair of servers of its own (``lib/kits.py``). A test may fail in both, as
@@ -27,14 +27,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from endurance import device_name  # noqa: E402
-from kits import KITS, LEFT_OUT, SETUPS, Kit, test_case  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Server  # noqa: E402
-from shapes import CACHES as GPU  # noqa: E402
-
-from oscar_sglang.launch_server import enter_cpu_mode, has_gpu  # noqa: E402
+from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
+from scripts.lib.endurance import device_name
+from scripts.lib.kits import KITS, LEFT_OUT, SETUPS, Kit, test_case
+from scripts.lib.provenance import header
+from scripts.lib.server import Server
+from scripts.lib.shapes import CACHES as GPU
 
 CACHES = {
     "stock": GPU["bf16"] if has_gpu() else ["--attention-backend", "torch_native"],

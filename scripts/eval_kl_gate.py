@@ -1,6 +1,6 @@
 """SGLang's KL gate for cached prefixes on servers with different caches, one after the other.
 
-    python scripts/eval_kl_gate.py --model DIR --text NPZ:KEY... [--caches stock,int2,position]
+    python -m scripts.eval_kl_gate --model DIR --text NPZ:KEY... [--caches stock,int2,position]
                                    [--new-tokens 64 --groups 2 ...] [--json OUT] [-- SERVER FLAGS]
 
 What is measured and by whose code: ``oscar_sglang/health/kl_gate.py``, which
@@ -21,14 +21,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from endurance import device_name  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Server  # noqa: E402
-from shapes import CACHES as GPU  # noqa: E402
-
-from oscar_sglang.cli.verify import add_sizes, gate_table, sizes_of  # noqa: E402
-from oscar_sglang.launch_server import enter_cpu_mode, has_gpu  # noqa: E402
+from oscar_sglang.cli.verify import add_sizes, gate_table, sizes_of
+from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
+from scripts.lib.endurance import device_name
+from scripts.lib.provenance import header
+from scripts.lib.server import Server
+from scripts.lib.shapes import CACHES as GPU
 
 INT2 = ["--kv-cache-dtype", "int2"]
 CACHES = {

@@ -1,7 +1,7 @@
 """Plot what agents get at each number of users, from a bench_agents.py JSON.
 
     pip install '.[plots]'
-    python scripts/plot_agents.py RESULTS.json OUT.png
+    python -m scripts.plot_agents RESULTS.json OUT.png
 
 Requests per second, first tokens, time per token and hit rate against users; dashed: the SLO.
 """

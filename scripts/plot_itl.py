@@ -1,7 +1,7 @@
 """Plot inter-token latency against context as lines, from a bench_serving.py JSON.
 
     pip install '.[plots]'
-    python scripts/plot_itl.py scripts/results/serving-h200.json [OUT.png] [--markdown]
+    python -m scripts.plot_itl scripts/results/serving-h200.json [OUT.png] [--markdown]
 
 Left: one stream on a longer and longer cached prefix; right: more and more streams of one length.
 ``--markdown`` prints slopes and break-even contexts: from how many tokens a cache is faster than
@@ -23,8 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from context_cost import Line, lines  # noqa: E402
+from scripts.lib.context_cost import Line, lines  # noqa: E402
 
 COLOURS = {"bf16": "tab:blue", "fp8": "tab:orange", "int2": "tab:green"}
 TITLES = {"context": "one stream, longer context", "batch": "more streams of 32k"}

@@ -8,10 +8,11 @@ import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench_agents
 import pytest
-from agent_traces import TraceError, load
-from trace_load import Load, Seen, Slo, figures, keeps, price, users_at_slo, walk
+
+from scripts import bench_agents
+from scripts.lib.agent_traces import TraceError, load
+from scripts.lib.trace_load import Load, Seen, Slo, figures, keeps, price, users_at_slo, walk
 
 BLOCK = 16
 

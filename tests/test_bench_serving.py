@@ -1,16 +1,16 @@
 """The serving benchmark's own arithmetic: merging runs, speed-ups, latencies from streams."""
 
+import shlex
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
-from context_cost import lines  # noqa: E402
-from serving_rows import add_speedups, markdown, merge  # noqa: E402
-from traffic import steady_itl, tpot_figures  # noqa: E402
+from scripts.lib import provenance
+from scripts.lib.context_cost import lines
+from scripts.lib.serving_rows import add_speedups, markdown, merge
+from scripts.lib.traffic import steady_itl, tpot_figures
 
 
 def row(cache: str, scenario: str = "decode", **more) -> dict:
@@ -114,3 +114,19 @@ def test_lines_over_streams_count_the_tokens_of_all():
     rows += decode_rows("bf16", {(1024, 1): 9})
     assert lines(rows, "qwen3-8b", "batch")["bf16"].points == ((32768, 6), (262144, 13))
     assert lines(rows[:1], "qwen3-8b", "context") == {}
+
+
+@pytest.mark.parametrize(
+    "main, words", [("scripts.demo", ["python", "-m", "scripts.demo"]), (None, ["x/oscar-sglang"])]
+)
+def test_a_result_names_the_command_that_was_typed(monkeypatch, main, words):
+    """Python replaces the name of a module by the path of its file."""
+    spec = main and SimpleNamespace(name=main)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr(sys, "argv", ["x/oscar-sglang", "--out", "a b"])
+    assert shlex.split(provenance.command()) == [*words, "--out", "a b"]
+
+
+def test_a_package_that_is_not_installed_has_no_version():
+    versions = provenance.header("CPU", "abc", ("torch", "no-such-package"))["versions"]
+    assert versions["no-such-package"] == "none" and versions["torch"][0].isdigit()

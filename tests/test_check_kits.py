@@ -9,9 +9,8 @@ import unittest
 from pathlib import Path
 from types import SimpleNamespace
 
-import check_kits
-import kits
-import pytest
+from scripts import check_kits
+from scripts.lib import kits, pytest
 
 FOLDER = Path(importlib.util.find_spec("sglang").origin).parent / "test" / "kits"
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny_models import llama
 
 from oscar_sglang.cli import main
+from scripts.lib.tiny_models import llama
 
 pytestmark = pytest.mark.sglang
 SIZES = ["--samples", "2", "--prompt-tokens", "600", "--groups", "2", "--branches", "2"]

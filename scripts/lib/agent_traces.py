@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shapes import FIRST_TOKEN, UNUSED_TOKEN
+from scripts.lib.shapes import FIRST_TOKEN, UNUSED_TOKEN
 
 
 class TraceError(ValueError):

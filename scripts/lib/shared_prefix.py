@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from server import Client
+from scripts.lib.server import Client
 
 # Its command line, in a process where what it imports for other workloads may be absent.
-PROGRAM = (
-    "import sys; sys.path.insert(0, {lib!r}); import traffic; traffic.sglang_client().cli_main()"
-)
+PROGRAM = "from scripts.lib import traffic; traffic.sglang_client().cli_main()"
+ROOT = Path(__file__).parents[2]  # where that can be imported
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def run(client: Client, model: Path, asked: Groups, seconds: float) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "result.jsonl"
         command = [
-            *(sys.executable, "-c", PROGRAM.format(lib=str(Path(__file__).parent))),
+            *(sys.executable, "-c", PROGRAM),
             *("--backend", "sglang", "--base-url", f"http://127.0.0.1:{client.port}"),
             *("--model", str(model), "--dataset-name", "generated-shared-prefix"),
             *("--gsp-num-groups", str(asked.groups)),
@@ -49,7 +48,7 @@ def run(client: Client, model: Path, asked: Groups, seconds: float) -> dict[str,
             *("--max-concurrency", str(asked.concurrency), "--seed", str(asked.seed)),
             *("--flush-cache", "--cache-report", "--disable-tqdm", "--output-file", str(target)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
         if done.returncode or not target.exists():
             raise RuntimeError(f"SGLang's benchmark:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
         found = json.loads(target.read_text().splitlines()[-1])

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from agent_traces import Session
-from server import Client
-from traffic import ask, sglang_client
+
+from scripts.lib.agent_traces import Session
+from scripts.lib.server import Client
+from scripts.lib.traffic import ask, sglang_client
 
 FIRST_PART = 2 / 3  # of a session, in which a user may start
 

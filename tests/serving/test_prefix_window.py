@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from server import Server
-from tiny_models import qwen3, random_ids
 
 from oscar_sglang.health.kl_gate import Sizes, measure
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import qwen3, random_ids
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT = 8, 32
