@@ -9,8 +9,10 @@ import unittest
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from scripts import check_kits
-from scripts.lib import kits, pytest
+from scripts.lib import kits
 
 FOLDER = Path(importlib.util.find_spec("sglang").origin).parent / "test" / "kits"
 
