@@ -59,9 +59,12 @@ class StatisticsBackend:
         """By position or, as SGLang's linear-attention layers call it, by keyword."""
         out = self._inner.forward(q, k, v, layer, forward_batch, *args, **kwargs)
         if layer.layer_id in self._index:
-            d = layer.qk_head_dim
+            d, index = layer.qk_head_dim, self._index[layer.layer_id]
+            stream = forward_batch.residual_stream
+            if isinstance(self._accumulator, Prober) and stream is not None:
+                self._accumulator.residual[index] = stream.residual
             rows = (x.reshape(len(q), -1, d) for x in (q, k, v, out))
-            self._accumulator.add(self._index[layer.layer_id], *rows)
+            self._accumulator.add(index, *rows)
         return out
 
 
@@ -166,8 +169,14 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, fit, flags):
 def _prober(
     model: torch.nn.Module, layer_ids: list[int], codecs: Sequence[LayerCodec], n_sink: int
 ) -> Prober | None:
-    """With hooks on the decoder layers, which it needs; None if they or their output projections
-    are not found. A projection of several ranks adds up what each sees of its heads."""
+    """None if the decoder layers or their output projections are not found.
+
+    Most of SGLang's models keep the residual stream in the batch, where the backend finds it; from
+    the others hooks on the decoder layers take it. A projection of several ranks is the sum of what
+    each makes of its heads, whoever adds it up.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
     blocks = getattr(getattr(model, "model", model), "layers", None)
     found = {
         child.layer_id: (projection(module), child.scaling)
@@ -180,7 +189,10 @@ def _prober(
 
     def projected(linear, x: torch.Tensor) -> torch.Tensor:
         out = linear(x)
-        return out[0] if isinstance(out, tuple) else out
+        out = out[0] if isinstance(out, tuple) else out
+        if get_parallel().attn_tp_size > 1 and not getattr(linear, "reduce_results", True):
+            out = get_parallel().attn_tp_group.all_reduce(out)
+        return out
 
     project = [functools.partial(projected, found[i][0]) for i in layer_ids]
     prober = Prober(codecs, project, [found[i][1] for i in layer_ids], n_sink)
@@ -188,7 +200,8 @@ def _prober(
     def before(index: int, module, args, kwargs) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         hidden, residual = given["hidden_states"], given.get("residual")
-        prober.residual[index] = hidden if residual is None else hidden + residual
+        if given["forward_batch"].residual_stream is None:
+            prober.residual[index] = hidden if residual is None else hidden + residual
 
     for index, layer_id in enumerate(layer_ids):
         hook = functools.partial(before, index)
@@ -252,6 +265,7 @@ def prefill_batch(runner, ids: torch.Tensor, row: int = 1, first_slot: int = 1):
         seq_lens_sum=n,
         out_cache_loc=slots,
         positions=torch.arange(n, device=device),
+        mrope_positions=torch.arange(n, device=device).expand(3, n).contiguous(),  # of text
         spec_algorithm=SpeculativeAlgorithm.NONE,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         extend_num_tokens=n,

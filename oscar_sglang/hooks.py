@@ -109,8 +109,8 @@ READS = (
     Read(_KVC, ("attn_dp_size", "device", "layer_info", "mambaish_config", "model_config",
                 "model_dtype", "server_args"), by="rank, hybrid"),
     Read("sglang.srt.configs.model_config.ModelConfig", (
-        "attention_arch", "attention_chunk_size", "context_len", "get_num_kv_heads",
-        "get_total_num_kv_heads", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
+        "attention_arch", "context_len", "get_num_kv_heads", "get_total_num_kv_heads",
+        "has_attention_sinks", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
         "is_hybrid_swa", "num_attention_heads", "num_hidden_layers", "v_head_dim"),
          by="refusals, rank, sglang_engine"),
     Read("sglang.srt.model_executor.model_runner.ModelRunner", (
@@ -119,7 +119,10 @@ READS = (
     Read("sglang.srt.model_executor.forward_batch_info.ForwardBatch", (
         "batch_size", "extend_num_tokens", "extend_prefix_lens", "extend_prefix_lens_cpu",
         "extend_seq_lens", "extend_seq_lens_cpu", "forward_mode", "input_ids", "out_cache_loc",
-        "positions", "req_pool_indices", "seq_lens"), by="backends"),
+        "positions", "req_pool_indices", "residual_stream", "seq_lens"),
+        by="backends, sglang_stats"),
+    Read("sglang.srt.layers.layer_boundary.residual.stream.ResidualStream", ("residual",),
+         by="sglang_stats"),
     Read("sglang.srt.layers.radix_attention.RadixAttention", (
         "attn_type", "is_cross_attention", "layer_id", "logit_cap", "qk_head_dim", "scaling",
         "sliding_window_size", "tp_k_head_num", "tp_q_head_num", "tp_v_head_num", "v_head_dim"),

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_reference import SCALE, Pool, Sequence
 
 from oscar_sglang.config import OscarConfig, OscarError
 from oscar_sglang.kernels import reference
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.watch.places import OwnershipError
 from oscar_sglang.watch.read_tags import ReadTags
+from tests.test_reference import SCALE, Pool, Sequence
 
 WINDOWS = WindowLayout(4, 16)
 

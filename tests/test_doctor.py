@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import hooks
 from oscar_sglang.artifact import file as art
@@ -16,6 +15,8 @@ from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
 from oscar_sglang.health import doctor, selftest
 from oscar_sglang.plugin import registration
+from oscar_sglang.plugin.model_folder import NamedModel
+from scripts.lib.tiny_models import edit_config, llama
 
 pytestmark = pytest.mark.sglang
 
@@ -68,7 +69,7 @@ def test_what_does_not_fit_is_named(model, tmp_path, monkeypatch, capsys):
     art.data_free(art.Fingerprint.of(model), "feedback").save(file)
     edit_config(model, num_key_value_heads=4, head_dim=96)
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
-    found = failures(model, file)
+    found = failures(NamedModel(str(model)), file)
     assert "head_dim 96" in found["model LlamaForCausalLM"]
     assert "POST_CAPTURE" in found["environment"] and found["artifact"]
     assert main(["doctor", "--artifact", str(tmp_path / "nowhere")]) == 1

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from test_debug_tags import DAMAGE, Tagged, cut_turn, more_turns, overwrite, prompt, sequence
 
 from oscar_sglang.watch.places import Flat, OwnershipError, link
 from oscar_sglang.watch.tags import Tags
+from tests.test_debug_tags import DAMAGE, Tagged, cut_turn, more_turns, overwrite, prompt, sequence
 
 
 class Watched(Tagged):
@@ -122,7 +122,7 @@ def test_chains():
 @pytest.mark.parametrize("page", (1, 16, "omni"))
 def test_random_walks(page):
     """The walk of test_ownership under both forms of the oracle at once."""
-    from pool_machine import Machine
+    from tests.support.pool_machine import Machine
 
     machines = []
     kind = dict(codec_name=page) if page == "omni" else dict(page=page)

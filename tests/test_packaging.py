@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from oscar_sglang import __version__
+
 ROOT = Path(__file__).parents[1]
+CHANGELOG = ROOT / "CHANGELOG.md"
 
 FOLDERS = ("oscar_sglang", "triton_kernels", "calibration")
 
@@ -39,6 +42,15 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def test_scripts_do_not_import_tests_and_nobody_edits_the_path():
+    """``python -m`` and pytest's ``pythonpath`` put the checkout on it."""
+    for folder in ("scripts", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert folder == "tests" or "tests" not in imports(path), path
+            edits = re.findall(r"^\s*sys\.path(?:\.|\[.*\] *=)", path.read_text(), re.MULTILINE)
+            assert not edits, (path, edits)
+
+
 def test_importing_the_package_is_free():
     code = "import sys, oscar_sglang; print({'torch', 'triton', 'sglang'} & set(sys.modules))"
     assert run(code).strip() == "set()"
@@ -58,11 +70,11 @@ def test_one_place_knows_the_cache_directory():
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "config.py")
+            assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "cache.py")
 
 
 # Import name -> distribution, where they differ; and what transformers or SGLang bring with them.
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "PIL": "pillow"}
 BROUGHT = {"huggingface_hub", "packaging", "tokenizers", "flashinfer", "pynvml", "sgl_kernel"}
 
 
@@ -89,11 +101,11 @@ def test_everything_imported_is_installed_by_something():
     assert not missing, {n: str(names[n]) for n in missing}
 
 
-@pytest.mark.parametrize("script", ["plot_kernels.py", "plot_serving.py"])
+@pytest.mark.parametrize("script", ["plot_agents", "plot_itl", "plot_kernels", "plot_serving"])
 def test_a_plot_without_matplotlib_says_what_to_install(script):
     code = (
         "import runpy, sys; sys.modules['matplotlib'] = None\n"
-        f"runpy.run_path('scripts/{script}', run_name='__main__')"
+        f"runpy.run_module('scripts.{script}', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
@@ -157,5 +169,24 @@ def test_wheel_holds_everything_and_no_top_level_triton_kernels(tmp_path):
         "hooks.py",
     ):
         assert (target / "oscar_sglang" / module).is_file()
+    assert (target / f"oscar_sglang-{__version__}.dist-info").is_dir()
     standin = target / "oscar_sglang" / "standins" / "kernel" / "sgl_kernel" / "__init__.py"
     assert standin.is_file()
+
+
+def test_the_version_stands_in_one_place():
+    """The package: pyproject.toml reads it (the wheel's name shows it, above), and no other file
+    says another, but for the changelog, whose newest release it is."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and not re.search('^version = "', project, re.M)
+    assert importlib.metadata.version("oscar-sglang") == __version__, "run scripts/setup_env.sh"
+    releases = re.findall(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", CHANGELOG.read_text(), re.M)
+    assert releases[0] == __version__
+
+
+def test_a_commit_runs_the_checks_of_the_tests():
+    """Those of pre-commit's that come from the environment are lines of scripts/test.sh."""
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    ours = re.findall(r"entry: (.+)\n +language: system", hooks)
+    lines = (ROOT / "scripts" / "test.sh").read_text().splitlines()
+    assert len(ours) >= 2 and set(ours) <= set(lines)

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # Compute capabilities of GPUs on which the tests of all CUDA kernels have passed.
 PROVEN_ON = ((9, 0),)
-# Codecs of which not all have: on an H200 two of ``position``'s tests of large logits fail.
-UNPROVEN = ("position",)
 # Rows whose codes or metadata differ may do so by a tie of float32 rounding: below 1% here.
 EQUAL_ROWS = 0.97
 # Relative RMS. Exact rows are BF16; attend multiplies in FP16 and writes BF16.
@@ -199,7 +197,7 @@ def _stored(ours: _Pool, other: _Pool) -> tuple[float, float]:
 
 def proven(device: torch.device, codec: str) -> bool:
     """Whether the kernels need no comparison here before they serve."""
-    return codec not in UNPROVEN and torch.cuda.get_device_capability(device) in PROVEN_ON
+    return CODECS[codec].meta.proven and torch.cuda.get_device_capability(device) in PROVEN_ON
 
 
 def check_backend(attention: DecodeAttention, views: list[LayerView]) -> None:

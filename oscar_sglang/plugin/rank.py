@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 from ..artifact import file as art
 from ..config import OscarError, config_of_dtype, portable_kernels
 from ..events import log_event
-from ..kernels.codec_omni import chosen
 from ..pool.hybrid import attention_layer_ids
 from ..pool.sglang_types import Configurator
 from ..pool.sizing import ROW_SLACK, make_plan
@@ -127,7 +126,7 @@ class Rank:
 
         config, plan, artifact = self.config, self.plan, self.artifact
         rank, ranks = self.parallel.attn_tp_rank, self.parallel.attn_tp_size
-        omni = chosen(artifact.options) if config.codec == "omni" else {}
+        chosen = artifact.spec.meta.chosen(artifact.options)
         log_event(
             logger,
             "pool",
@@ -142,7 +141,7 @@ class Rank:
             scratch_tokens=plan.scratch_tokens,
             sink_cache_rows=plan.sink_cache_rows,
             prefix_window=config.prefix_window,
-            **{f"omni_{name}": value for name, value in omni.items()},
+            **{f"{config.codec}_{name}": value for name, value in chosen.items()},
         )
         return PoolSetup(
             plan=plan,
@@ -161,10 +160,16 @@ class Rank:
 
 
 def kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see)."""
+    """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see).
+
+    Also the first moment at which the model is built and no memory is spent on its cache."""
     if config_of_dtype(kwargs["server_args_kv_cache_dtype"]) is None:
         return original(**kwargs)
+    from ..pool.cpu_backend import refuse_kinds
+
     verify()
+    if kwargs["model"] is not None:
+        refuse_kinds(kwargs["model"])
     return None, kwargs["model_dtype"]
 
 

@@ -15,7 +15,6 @@ from ..calibration.warn import UNFIT
 from ..config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError, portable_kernels
 from ..events import log_event
 from ..kernels.codec import CODECS
-from ..kernels.codec_omni import chosen as omni_options
 from ..pool.hybrid import is_hybrid
 from ..pool.varlen import choose_library
 from .model_folder import model_folder
@@ -75,6 +74,21 @@ def _codec_of(config: OscarConfig, artifact: art.Artifact | None) -> str:
     return "omni" if config.omni_options else DEFAULT_CODEC
 
 
+def explain(server_args: Any, view: Any, error: Exception) -> None:
+    """Refuse the model instead of ``error``, which stopped SGLang's resolution, if int2 does so:
+    SGLang's steps for some models know no attention backend that is called as ours is."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    try:
+        model = model_config_of(server_args)
+    except Exception:  # then SGLang's error is about the model's files
+        return
+    try:
+        refuse_model(model, view.tp_size)
+    except OscarError as refusal:
+        raise refusal from error
+
+
 def finish_arguments(
     server_args: Any, view: Any, config: OscarConfig, chosen: Chosen
 ) -> OscarConfig:
@@ -123,12 +137,11 @@ def _find_artifact(view: Any, model: Any, config: OscarConfig, chosen: Chosen) -
                 logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
                 fingerprint = art.Fingerprint.of(folder)
                 return keep(art.data_free(fingerprint, codec, config.omni_options)), codec
-            from ..calibration import CalibrationError, ensure_artifact
+            from ..calibration import CalibrationError, Plan, ensure_artifact
 
+            plan = Plan(folder, codec_options=config.omni_options, bits=config.bits)
             try:
-                made, path, created = ensure_artifact(
-                    folder, codec, config.omni_options, bits=config.bits
-                )
+                made, path, created = ensure_artifact(plan, codec)
             except CalibrationError as error:
                 raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
@@ -164,7 +177,7 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
     for name, value in config.omni_options.items():
         if artifact.codec != "omni":
             holds = f"codec {artifact.codec}"
-        elif (held := omni_options(artifact.options)[name]) != value:
+        elif (held := artifact.spec.meta.chosen(artifact.options)[name]) != value:
             holds = f"codec omni with {name} {held}"
         else:
             continue

@@ -26,26 +26,45 @@ def _unsupported(layer: RadixAttention) -> str | None:
         return "cross attention"
     if layer.attn_type != AttentionType.DECODER:
         return f"{layer.attn_type.value} attention"
+    if layer.v_head_dim != layer.qk_head_dim:
+        return f"K heads of {layer.qk_head_dim} and V heads of {layer.v_head_dim} channels"
     return None
 
 
-def refuse_layers(model: torch.nn.Module, layer_ids: Iterable[int]) -> None:
-    """Check the attention layers of the model against those that the pool has parameters for.
-
-    At start-up, and the last word: whatever the configuration was taken to say, here are the
-    layers that will be run.
-    """
+def _attention(model: torch.nn.Module) -> list[RadixAttention]:
     layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
     # SGLang's class for models of transformers keeps them beside the modules.
-    layers += getattr(model, "attention_instances", {}).values()
-    for layer in layers:
+    return [*layers, *getattr(model, "attention_instances", {}).values()]
+
+
+def refuse_kinds(model: torch.nn.Module) -> None:
+    """As soon as the model is built: the kinds of its attention layers are what SGLang will run,
+    whatever the configuration was taken to say."""
+    for layer in _attention(model):
         _raise(layer, _unsupported(layer))
+
+
+def refuse_layers(
+    model: torch.nn.Module, layer_ids: Iterable[int], kv_heads: int, head_dim: int
+) -> None:
+    """Check the model's attention layers against the pool: the layers that it has parameters for,
+    and the shape of a token's K and V in it (the heads of this rank)."""
+    refuse_kinds(model)
+    layers = _attention(model)
     found, expected = sorted({layer.layer_id for layer in layers}), sorted(layer_ids)
     if found != expected:
         raise OscarError(
             f"{type(model).__name__} has attention in layers {found}, but there are int2 "
             f"parameters for layers {expected}; drop --kv-cache-dtype int2 (and please report it)"
         )
+    for layer in layers:
+        shape = layer.tp_k_head_num, layer.qk_head_dim
+        if shape != (kv_heads, head_dim):
+            raise OscarError(
+                f"layer {layer.layer_id} has {shape[0]} KV heads of {shape[1]} channels, but the "
+                f"pool is built for {kv_heads} of {head_dim}: int2 needs the same in every layer; "
+                "drop --kv-cache-dtype int2"
+            )
 
 
 def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
@@ -77,8 +96,8 @@ class OscarAttnBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
-        self.pool = served_pool(runner.token_to_kv_pool)
-        refuse_layers(runner.model, self.pool.index)
+        self.pool = pool = served_pool(runner.token_to_kv_pool)
+        refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)

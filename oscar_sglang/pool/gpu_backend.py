@@ -66,8 +66,8 @@ class OscarGpuBackend(AttentionBackend):
         super().__init__()
         from .varlen import varlen_attention
 
-        self.pool = served_pool(runner.token_to_kv_pool)
-        refuse_layers(runner.model, self.pool.index)
+        self.pool = pool = served_pool(runner.token_to_kv_pool)
+        refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool

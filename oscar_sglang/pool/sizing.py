@@ -7,9 +7,7 @@ import math
 
 from ..config import DEFAULT_CODEC, OscarConfig
 from ..kernels.codec import CODECS
-from ..kernels.codec_position import table_bytes
 from ..kernels.layout import MemoryPlan, WindowLayout
-from ..kernels.means import floats_per_head
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +82,9 @@ def make_plan(
         )
     on_cpu = device == "cpu"
     floats, tables = sum(math.prod(shape) for shape in spec.tensors(head_dim).values()), 0
-    if spec.meta == "position" and not on_cpu:  # what the kernels derive from these
-        floats += floats_per_head(head_dim)
-        tables = table_bytes(head_dim, context_length + ROW_SLACK)
+    if not on_cpu:  # what the kernels derive from these
+        floats += spec.meta.kernel_floats(head_dim)
+        tables = spec.meta.table_bytes(head_dim, context_length + ROW_SLACK)
     sink_rows = config.sink_cache_tokens or default_sink_rows(
         config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
     )

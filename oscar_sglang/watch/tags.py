@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..kernels.codec import Rows
-from ..kernels.reference import Segments
+from ..kernels.reference import Segments, first_exact
 from ..pool.watching import Watch
 from .places import Flat, OwnershipError, Places, checksum
 
@@ -276,8 +276,8 @@ class Tags(Watch):
 
     def boundary(self, prefix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """First position [B] after the sink that the next token of a request reads exactly."""
-        low = torch.maximum(self.row_start[rows], prefix + 1 - self.n_recent)
-        return (low + (-low) % self.block).clamp_min(self.n_sink)
+        start = self.row_start[rows]
+        return first_exact(prefix + 1, start, self.n_sink, self.n_recent, self.block)
 
     def check(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
         """rows, prefix [B]: everything that attention is about to read of the cache."""

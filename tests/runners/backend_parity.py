@@ -1,33 +1,25 @@
 """Run by test_gpu_backend.py in a process of its own: the GPU backend against the reference.
 
-    python backend_parity.py MODEL CODEC EVERY
+    python -m tests.runners.backend_parity MODEL CODEC EVERY
 
-Without a GPU the GPU backend's Triton kernels run under the interpreter and FlashAttention is
-replaced by the reference. Its debug tags check every EVERY-th step. Prints one JSON object:
-relative differences of logits, sink-cache counters, (splits, requests) of each plan, what the
-tags have seen and what they say to faults. With a GPU only the last two, of the backend as it is
-served there.
+Without a GPU the GPU backend's Triton kernels are interpreted ($TRITON_INTERPRET=1) and
+FlashAttention is replaced by the reference. Its debug tags check every EVERY-th step. Prints one
+JSON object: relative differences of logits, sink-cache counters, (splits, requests) of each plan,
+what the tags have seen and what they say to faults. With a GPU only the last two, of the backend as
+it is served there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
+
+import torch
 
 from oscar_sglang.launch_server import has_gpu
-
-if not has_gpu():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
-
-import torch  # noqa: E402
-from inprocess import Runner  # noqa: E402
-
-from oscar_sglang.watch.debug_tags import watch_steps  # noqa: E402
-from oscar_sglang.watch.places import OwnershipError  # noqa: E402
+from oscar_sglang.watch.debug_tags import watch_steps
+from oscar_sglang.watch.places import OwnershipError
+from scripts.lib.inprocess import Runner
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
 # blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
