@@ -74,7 +74,7 @@ def test_one_place_knows_the_cache_directory():
 
 
 # Import name -> distribution, where they differ; and what transformers or SGLang bring with them.
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "PIL": "pillow"}
 BROUGHT = {"huggingface_hub", "packaging", "tokenizers", "flashinfer", "pynvml", "sgl_kernel"}
 
 
