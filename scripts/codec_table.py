@@ -1,4 +1,4 @@
-"""The README's table of codecs, from the memory plan and the committed measurements.
+"""The table of codecs in calibration/README.md, from the memory plan and committed measurements.
 
     python -m scripts.codec_table
 

@@ -3,7 +3,7 @@
     pip install '.[plots]'
     python -m scripts.plot_serving scripts/results/serving-h200.json [OUT.png] [--markdown]
 
-``--markdown`` prints the README's table. Times count inversely: more than 1 is faster.
+``--markdown`` prints the table of scripts/README.md. Times count inversely: more than 1 is faster.
 """
 
 from __future__ import annotations

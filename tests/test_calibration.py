@@ -325,10 +325,11 @@ def test_calibrate_refuses_too_little_data(model_dir):
     [
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"sliding_window": 128}, "sliding-window"),
+        ({"attention_chunk_size": 128}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"head_dim": 96}, "head_dim 96 is not supported; supported: 16, 32, 64"),
     ],
-    ids=["mla", "mistral", "layer-types", "head-dim"],
+    ids=["mla", "window", "chunks", "layer-types", "head-dim"],
 )
 def test_unsupported_models_are_refused_before_loading(tmp_path, change, message):
     folder = llama(tmp_path)

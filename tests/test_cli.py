@@ -137,16 +137,15 @@ def test_help_says_what_how_and_by_default(name):
         assert f"(default: {shown})" in action.help % vars(action), action.option_strings
 
 
-def test_codecs_lists_what_is_served(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_codecs_lists_what_is_served(capsys):
     assert main(["codecs"]) == 0
     printed = capsys.readouterr().out
     rows = list(codecs.rows())
     assert [row.name for row in rows] == list(CODEC_NAMES)
     assert printed.count("(default)") == 1 and f"{DEFAULT_CODEC} (default)" in printed
     for row in rows:
-        (line,) = [x for x in printed.splitlines() if x.split() and x.split()[0] == row.name]
-        assert f"{row.bits:.3f}" in line
+        (line,) = [x for x in printed.splitlines() if x.startswith(f" {row.name} ")]
+        assert f"{row.bits:.3f}" in line and row.what and row.when and row.published
     bits = {row.name: row.bits for row in rows}
     assert bits["feedback"] == 2 + 2 * 16 / 128 and bits["compact"] == 2 + 2 * 8 / 128
 

@@ -101,7 +101,7 @@ def test_everything_imported_is_installed_by_something():
     assert not missing, {n: str(names[n]) for n in missing}
 
 
-@pytest.mark.parametrize("script", ["plot_kernels", "plot_serving"])
+@pytest.mark.parametrize("script", ["plot_agents", "plot_itl", "plot_kernels", "plot_serving"])
 def test_a_plot_without_matplotlib_says_what_to_install(script):
     code = (
         "import runpy, sys; sys.modules['matplotlib'] = None\n"

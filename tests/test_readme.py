@@ -1,4 +1,5 @@
-"""Every command and flag that a README.md shows is one that exists, with the arguments it shows."""
+"""Every command and flag that a page shows exists, with the arguments it shows; every variable,
+flag, metric and script stands on one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 
 from oscar_sglang.cli import _parser
+from oscar_sglang.config import option_names
 from oscar_sglang.health import doctor
+from oscar_sglang.plugin.metrics import COUNTERS, GAUGES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,6 +31,8 @@ LISTED = subprocess.run(
     ["git", "ls-files", "*README.md", "README.md"], cwd=ROOT, capture_output=True, text=True
 ).stdout.split()
 READMES = sorted({ROOT / name for name in LISTED})
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OPERATOR = ROOT / "oscar_sglang" / "README.md"
 SHELLS = ("bash", "sh", "shell", "console")
 # Runs a module up to its argument parser; prints the options it has.
 UP_TO_ITS_PARSER = """
@@ -53,7 +58,7 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 def commands() -> list[tuple[str, str]]:
     """(file, command) of every line of every shell block, continued lines joined."""
     found = []
-    for path in READMES:
+    for path in (*READMES, *PAGES):
         for language, text in blocks(path):
             if language in SHELLS:
                 lines = text.replace("\\\n", " ").splitlines()
@@ -170,6 +175,50 @@ def test_there_is_something_to_check():
     text = "\n".join(command for _, command in commands())
     for wanted in ("pip install", "launch_server", "oscar-sglang eval", "./scripts/demo.sh"):
         assert wanted in text
+
+
+def test_the_front_page_is_one_page():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 90 and max(map(len, lines)) <= 130
+
+
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert urlparse(link).scheme or (page.parent / link).exists(), link
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = ["git", "ls-files", *patterns]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in done.stdout.split()]
+
+
+def test_every_environment_variable_is_explained():
+    """In one table, and none that nothing reads."""
+    files = [p for p in tracked("*.py", "*.sh", ".ci/run") if p.is_file()]
+    used = {v for p in files for v in re.findall(r"\bOSCAR_[A-Z_]*[A-Z]\b", p.read_text())}
+    listed = re.findall(r"^\| `(OSCAR_\w+)` \|", OPERATOR.read_text(), re.MULTILINE)
+    assert len(listed) >= 10 and set(listed) == used and len(listed) == len(used)
+
+
+def test_every_flag_and_metric_is_explained():
+    text = OPERATOR.read_text()
+    flags = re.findall(r"^\| (`--oscar.*?) \|", text, re.MULTILINE)
+    shown = {flag for cell in flags for flag in re.findall(r"`(--\S+)`", cell)}
+    assert shown == {"--" + name.replace("_", "-") for name in option_names()}
+    metrics = {f"oscar:{name}" for name in GAUGES} | {f"oscar:{n}_total" for n in COUNTERS}
+    cells = re.findall(r"^\| (`oscar:.*?) \|", text, re.MULTILINE)
+    shown = {name for cell in cells for name in re.findall(r"`(oscar:\w+)", cell)}
+    assert shown == metrics | {"oscar:segment_bytes"}
+
+
+def test_every_script_is_explained():
+    rows = re.findall(r"^\| (`\w+`.*?) \|", (ROOT / "scripts" / "README.md").read_text(), re.M)
+    shown = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert shown == {p.stem for p in tracked("scripts/*.py") if p.parent.name == "scripts"} - {
+        "__init__"
+    }
 
 
 @pytest.mark.parametrize("where, command", commands(), ids=lambda x: x[:40])

@@ -17,7 +17,8 @@ import sys
 import torch
 
 from oscar_sglang.launch_server import has_gpu
-from oscar_sglang.watch.debug_tags import OwnershipError
+from oscar_sglang.watch.debug_tags import watch_steps
+from oscar_sglang.watch.places import OwnershipError
 from scripts.lib.inprocess import Runner
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
@@ -70,7 +71,7 @@ def move_ring(runner: Runner) -> None:
 
 def faults(runner: Runner) -> dict[str, str]:
     """Name of a fault -> what stopped the step that would have followed, and did not begin."""
-    runner.pool.tags.every = 1
+    runner.pool.watch.every = 1
     ids = torch.randint(0, 256, (80,), generator=torch.Generator().manual_seed(3)).tolist()
     backend, windows, said = runner.runner.attn_backend, runner.segments.windows, {}
     request = runner.request(1)
@@ -108,7 +109,7 @@ def on_gpu(model: str, codec: str, every: str) -> None:
         oscar_debug_tags=True,
         oscar_debug_tags_every=int(every),
     )
-    runner.pool.tags.arm()
+    runner.pool.watch.ready()
     scenario(runner, 1, BLOCKS)
     print(json.dumps({"tags": runner.pool.stats()["debug_tags"], "faults": faults(runner)}))
 
@@ -128,7 +129,6 @@ def main(model: str, codec: str, every: str) -> None:
 
     splits = several_splits()
     from oscar_sglang.kernels.decode import DecodeAttention
-    from oscar_sglang.plugin.seam import config_of
     from oscar_sglang.pool.gpu_backend import OscarGpuBackend
 
     plan = runner.pool.setup.plan
@@ -143,10 +143,10 @@ def main(model: str, codec: str, every: str) -> None:
         device="cpu",
         block=block,
     )
-    backend = OscarGpuBackend(runner.runner, config_of(runner.runner.server_args))
+    backend = OscarGpuBackend(runner.runner)
     runner.runner.attn_backend = backend
-    backend._watch(int(every))
-    runner.pool.tags.arm()
+    watch_steps(backend, int(every))
+    runner.pool.watch.ready()
     got = scenario(runner, 5, lengths)
     tags = runner.pool.stats()["debug_tags"]
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]

@@ -19,7 +19,7 @@ LENGTH = 150  # within the exact windows: no row's own K and V depend on codes
 SINK = 64
 
 
-def main(model: str, artifact: str) -> None:
+def compare(model: str, artifact: str) -> dict:
     runner = Runner(model, artifact, skip_tokenizer_init=True, max_total_tokens=512, rows=3)
 
     from oscar_sglang.artifact.file import load
@@ -48,7 +48,7 @@ def main(model: str, artifact: str) -> None:
         judged = Rows(*encoded.k[:2]), Rows(*encoded.v)
         if block > 1:
             packed, norm, channels = encoded.k
-            judged = Rows(packed, norm[..., None]), judged[1]
+            judged = Rows(packed, norm), judged[1]
             page = request.slots[0] // block
             mine = runner.segments.history.channels[layer][page]
             assert (mine == channels).float().mean() > 0.95  # the rest is one FP16 rounding off
@@ -61,8 +61,8 @@ def main(model: str, artifact: str) -> None:
         encoded_bytes += method.encode(params, *whole).num_bytes
         elements += 2 * whole[0].numel()
     bits = {"server": runner.pool.stats()["bits_per_element"], "eval": 8 * encoded_bytes / elements}
-    print(json.dumps({"codec": fitted.codec, "equal": equal / rows, "bits": bits}))
+    return {"codec": fitted.codec, "equal": equal / rows, "bits": bits}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(compare(*sys.argv[1:])))

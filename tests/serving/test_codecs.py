@@ -46,6 +46,17 @@ def test_server_and_evaluator_give_the_same_codes(model, artifacts, codec):
     assert found["bits"]["server"] == bits
 
 
+def test_a_codec_in_one_file(model, tmp_path):
+    """Nothing but ``toy_codec.py`` knows it, and the pool serves what the evaluator judges. Its
+    bits at head_dim 64: 2, and a 16-bit number a row."""
+    found = result_of("toy_codec", model, tmp_path)
+    served = found["served"]
+    assert served["codec"] == "toy" and served["equal"] > 0.98
+    assert served["bits"] == {"server": 2.25, "eval": 2.25}
+    assert 0 < found["kl"]["toy"] < 0.1 and found["css"] == "ours"
+    assert "toy" in (tmp_path / "toy.html").read_text()
+
+
 @pytest.mark.parametrize("codec", SERVED)
 def test_http_server(tiny_llama, tmp_path, codec):
     """Chosen by its flag; memory as planned, a prefix hit and decoding beyond the windows."""

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.sglang
 ROOT = Path(__file__).parents[2]
 DOCUMENT = "test_code_inspect"
 CODECS = ("feedback", "aligned", "oscar")
-# The committed measurement that the README's table is made of.
+# The committed measurement that the table of codecs is made of.
 RESULTS = ROOT / "scripts" / "results" / "pool-quality-smollm2.json"
 
 
 @pytest.fixture(scope="module")
 def emulated(reference_model, artifacts, documents):
     """KL of the document per codec, by an emulation in transformers that has no pool."""
-    from oscar_sglang.calibration import QuantisedCache
+    from tests.support.quantised_cache import QuantisedCache
 
     ids = documents[DOCUMENT]
     exact = exact_logprobs(reference_model, ids)

@@ -22,8 +22,8 @@ MODELS = {
     "head96": {**LLAMA, "head_dim": 96},
     "window": {
         **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
         "sliding_window": 128,
     },
     "gemma": {
@@ -32,6 +32,19 @@ MODELS = {
         "model_type": "gemma2",
         "sliding_window": 128,
         "query_pre_attn_scalar": 64,
+    },
+    "gpt-oss": {
+        **LLAMA,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        **dict(d_model=128, encoder_attention_heads=4, decoder_attention_heads=4),
+        **dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=128, decoder_ffn_dim=128),
     },
     "hybrid": {
         **LLAMA,
@@ -48,6 +61,26 @@ MODELS = {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
         "layer_types": ["conv", "full_attention"],
+    },
+    "lightning": {
+        **LLAMA,
+        "architectures": ["JetNemotronForCausalLM"],
+        "model_type": "jet_nemotron",
+        "layer_types": ["jet", "attn"],
+        "efficient_attention_config": {},
+    },
+    "kimi": {
+        **LLAMA,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "linear_attn_config": {
+            **dict(kda_layers=[1], full_attn_layers=[2], num_heads=2, head_dim=32),
+            "short_conv_kernel_size": 4,
+        },
     },
     "mla": {
         **LLAMA,
@@ -83,6 +116,8 @@ CASES = {
     "head_dim 96": ("head96", "good", (), {}, ["head_dim 96", "powers of two"]),
     "sliding window": ("window", "good", (), {}, ["sliding-window", "drop --kv-cache-dtype"]),
     "hybrid sliding window": ("gemma", "good", (), {}, ["sliding-window"]),
+    "local layers and sinks": ("gpt-oss", "good", (), {}, ["sliding-window", "drop --kv-cache"]),
+    "cross attention": ("whisper", "good", (), {}, ["encoder-decoder", "drop --kv-cache-dtype"]),
     "MLA": ("mla", "good", (), {}, ["MLA", "drop --kv-cache-dtype"]),
     "HiCache": ("llama", "good", ("--enable-hierarchical-cache",), {}, ["drop --enable-hier"]),
     "disaggregation": (
@@ -261,14 +296,20 @@ def test_other_hybrid_models_are_refused(tmp_path):
     from oscar_sglang.config import OscarError
     from oscar_sglang.plugin.refusals import refuse_model
 
-    for name in ("hybrid", "short convolution"):  # SGLang keeps what it reads from a folder
+    def config(name):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(MODELS[name]))
-    refuse_model(ModelConfig(str(tmp_path / "hybrid")))
+        return ModelConfig(str(tmp_path / name))
+
+    hybrid = config("hybrid")
+    refuse_model(hybrid)
+    refuse_model(config("short convolution"))
     with pytest.raises(OscarError, match="several GPUs.*drop --tp-size 2"):
-        refuse_model(ModelConfig(str(tmp_path / "hybrid")), tp_size=2)
-    with pytest.raises(OscarError, match="convolution.*not tested.*drop --kv-cache-dtype int2"):
-        refuse_model(ModelConfig(str(tmp_path / "short convolution")))
+        refuse_model(hybrid, tp_size=2)
+    with pytest.raises(OscarError, match="not tested.*drop --kv-cache-dtype int2"):
+        refuse_model(config("lightning"))
+    with pytest.raises(OscarError, match="MLA attention.*drop --kv-cache-dtype int2"):
+        refuse_model(config("kimi"))
 
 
 QUANTISED = {
