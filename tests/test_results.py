@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.lib.context_cost import markdown
 from scripts.lib.model_kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +137,11 @@ def test_the_readme_quotes_the_kernels():
     assert quoted
     for factor, batch, context in quoted:
         assert same(factor, kernels[int(batch), int(context) * 1024])
+
+
+def test_the_readme_quotes_what_context_costs():
+    table = list(markdown(load("serving-h200.json")["rows"], "qwen3-8b"))
+    assert len(table) == 8 and "\n".join(table) in MEASURED
 
 
 def test_time_per_byte_of_the_codecs():
