@@ -13,6 +13,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from .config import OscarError
 from .debug_tags import DebugTags
 from .kernels import reference
+from .lifecycle import park
 from .memory_pool import oscar_pool
 from .seam import config_of
 
@@ -89,6 +90,7 @@ class OscarAttnBackend(AttentionBackend):
         refuse_layers(runner.model, self.pool.index)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
+        park(self.req_to_token_pool, self.pool)
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
         self.tags: DebugTags | None = None
@@ -124,7 +126,10 @@ class OscarAttnBackend(AttentionBackend):
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
-            self.pool.segments.windows.recent_start[row] = prefix
+            parking, taken = self.pool.parking, ()
+            if parking:
+                taken = int(parking.source[row]), int(parking.low[row])
+            self.pool.segments.windows.begin(row, prefix, *taken)
             if prefix:
                 cached = min(prefix, n_sink)
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()

@@ -26,7 +26,7 @@ CODEC_NAMES = (
 _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
 )  # fmt: skip
-PREFIX_WINDOWS = ("reuse", "recompute")
+PREFIX_WINDOWS = ("reuse", "recompute", "park")
 PREFILL_ATTENTION = ("fa3", "flashinfer")
 # Field -> the values of ``codec_omni.OPTIONS``, the default first.
 OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
@@ -56,7 +56,9 @@ class OscarConfig:
     sink_cache_tokens  rows of the exact sink store behind the prefix cache
     scratch_tokens     prefix tokens materialised at a time during prefill
     prefix_window      after a prefix hit "recompute" the last ``recent_tokens`` of the prompt, or
-                       "reuse" all that is cached, and read their recent window as codes. Default:
+                       "reuse" all that is cached, and read their recent window as codes, or "park":
+                       take over the exact window from the ring of the request that left it
+                       (``parking.py``), and recompute only where it is gone. Default:
                        recompute, but reuse in hybrid models: their linear layers can only go on
                        from where a state was kept, which is seldom ``recent_tokens`` earlier
     prefill_attention  library of prefill attention on a GPU, of PREFILL_ATTENTION (default: the
@@ -249,8 +251,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("prefix_window"),
         choices=PREFIX_WINDOWS,
-        help="after a prefix hit read the recent window as codes, or compute it again exactly "
-        "(default recompute; reuse in models with linear-attention layers)",
+        help="after a prefix hit read the recent window as codes, compute it again exactly, or "
+        "take it over from the request that left it (default recompute; reuse in models with "
+        "linear-attention layers)",
     )
     add(
         flag("prefill_attention"),

@@ -20,6 +20,7 @@ from .gpu_probe import Probe
 from .gpu_tags import DEFAULT_EVERY, GpuTags
 from .kernels import cuda_store
 from .kernels.accumulate import accumulate
+from .kernels.begin import begin_rows
 from .kernels.decode import DecodeAttention, DecodeStep
 from .kernels.materialise import materialise
 from .kernels.plan import claim_sinks
@@ -28,6 +29,7 @@ from .kernels.restore import restore_sinks
 from .kernels.rotate import join_prefix, rotate_queries
 from .kernels.store import store
 from .kernels.views import TokenBatch, layer_view
+from .lifecycle import park
 from .memory_pool import oscar_pool
 from .prefix_tiles import Tile, plan_tiles, to_device
 from .seam import config_of
@@ -68,6 +70,7 @@ class OscarGpuBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
+        park(self.req_to_token_pool, self.pool)
         config = config_of(runner.server_args)
         self.varlen = varlen_attention(config.prefill_attention, self.device)
         seg = self.pool.segments
@@ -204,9 +207,11 @@ class OscarGpuBackend(AttentionBackend):
         generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
         started = (generation != self.seen_generation[rows]) & (rows > 0)
         self.seen_generation[rows] = generation
-        recent_start = self.pool.segments.windows.recent_start
-        recent_start[rows] = torch.where(started, prefix_lens, recent_start[rows])
-        self.pool.segments.windows.go_on(rows, prefix_lens)
+        windows, parking = self.pool.segments.windows, self.pool.parking
+        taken = (parking.source, parking.low) if parking else ()
+        taken = (to_device(t, self.device) for t in taken)
+        begin_rows(windows, rows, prefix_lens, started, *taken)
+        windows.go_on(rows, prefix_lens)
         if any(fb.extend_prefix_lens_cpu):
             restore_sinks(
                 self.pool.segments,

@@ -161,6 +161,14 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
         )
 
 
+def reprefill_tail(config: OscarConfig, hybrid: bool) -> int:
+    """Last tokens of a prompt computed even if cached, unless their window is found. A hybrid
+    model's prefixes end where a state was kept, seldom that many tokens earlier: there "park" only
+    takes what it finds."""
+    wanted = config.prefix_window == "recompute" or (config.prefix_window == "park" and not hybrid)
+    return config.recent_tokens if wanted else 0
+
+
 def pool_setup(kvc: Any) -> Any:
     """The pool's set-up in a scheduler process, from SGLang's ``KVCacheConfigurator``."""
     from sglang.srt.runtime_context import get_parallel
@@ -208,7 +216,8 @@ def pool_setup(kvc: Any) -> Any:
         data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
         layer_ids=tuple(layer_ids),
         context=kvc.model_config.context_len + ROW_SLACK,
-        reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
+        prefix_window=config.prefix_window,
+        reprefill_tail=reprefill_tail(config, kvc.mambaish_config is not None),
         decode_attention=attention,
         prefill_attention=config.prefill_attention,
     )
