@@ -1,4 +1,6 @@
-"""Calibration: a model and some tokens in, an ``Artifact`` out. No SGLang, no GPU needed.
+"""Calibration: a model and some tokens in, an ``Artifact`` out. No GPU needed.
+
+SGLang is imported by ``sglang_*.py`` alone, and those only when that engine is asked for.
 
     calibrate(model_dir, codec, data, tokens)   run the model, fit the codec        (pipeline.py)
     calibrate_codecs(model_dir, codecs, ...)    several codecs from one pass        (pipeline.py)

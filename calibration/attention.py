@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..fingerprint import attention_layers
+from ..artifact.fingerprint import attention_layers
 from .errors import CalibrationError
 
 # (layer, q [B, H, T, D], k [B, Hk, S, D], v [B, Hk, S, D], scale) -> o [B, H, T, D];

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..artifact import Artifact, ArtifactError, Fingerprint, check, load
+from ..artifact.file import Artifact, ArtifactError, Fingerprint, check, load
 from ..config import cache_dir
 from ..kernels.codec import CODECS
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ..fingerprint import read_config, text_config
+from ..artifact.fingerprint import read_config, text_config
 from ..kernels.codec import LayerCodec
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import attention_layers_of, causal_attention, replaced_attention

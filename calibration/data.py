@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..fingerprint import read_config, text_config
+from ..artifact.fingerprint import read_config, text_config
 from .errors import CalibrationError
 
 SEQUENCE = 8192  # K's mean after RoPE depends on the positions it is taken over: cover many

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..artifact import Artifact
+from ..artifact.file import Artifact
 from ..kernels.codec import (
     CodecSpec,
     LayerParams,

@@ -78,7 +78,7 @@ def observe(model: PreTrainedModel, run: Run) -> Observed:
 
 def by_sglang(run: Run) -> Observed:
     """Inside SGLang; random ids are used as they are, and an interrupted run starts again."""
-    from ..sglang_stats import collect_in_sglang  # imports sglang
+    from .sglang_engine import collect_in_sglang  # imports sglang
 
     moments, names, scores = collect_in_sglang(
         run.model_dir,

@@ -34,9 +34,9 @@ from ..kernels.codec import (
     rotate,
     with_bits,
 )
+from ..kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 from . import fit_position
 from .fit_options import feedback_metric, fit_grids
-from .hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 from .stats import BeforeRope, Moments
 
 DAMPING = 0.05

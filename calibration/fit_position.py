@@ -30,8 +30,8 @@ from ..kernels.codec_position import (
     mean_share,
     tile_mean,
 )
+from ..kernels.hadamard import hadamard
 from .fit_options import feedback_metric, fit_grid
-from .hadamard import hadamard
 from .stats import BeforeRope, Moments
 
 BETA = 0.1

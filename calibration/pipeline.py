@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..artifact import Artifact, Fingerprint, data_free
-from ..fingerprint import read_config, text_config
+from ..artifact.file import Artifact, Fingerprint, data_free
+from ..artifact.fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens

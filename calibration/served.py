@@ -15,8 +15,8 @@ from ..kernels.codec import (
     encode_v,
     rotate,
 )
+from ..kernels.hadamard import hadamard
 from .fit import CONTEXT, N_SINK, fit_layer
-from .hadamard import hadamard
 from .method import Encoded, Method, block_pieces
 from .model_fit import Fitter, wanted_bits, widen
 from .stats import Moments

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..artifact import Artifact, Fingerprint, check
+from ..artifact.file import Artifact, Fingerprint, check
 from .collect import Progress
 from .data import RANDOM, load_tokens
 from .engines import Run, by_transformers

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..artifact import Artifact, ArtifactError, Fingerprint
-from ..artifact import validate as validate_artifact
+from ..artifact.file import Artifact, ArtifactError, Fingerprint
+from ..artifact.file import validate as validate_artifact
 from ..kernels.codec import LayerParams
 
 VERSIONS = (1, 2)

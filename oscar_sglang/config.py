@@ -63,11 +63,12 @@ class OscarConfig:
                        from where a state was kept, which is seldom ``recent_tokens`` earlier
     prefill_attention  library of prefill attention on a GPU, of PREFILL_ATTENTION (default: the
                        first that the GPU has)
-    debug_tags         check reads against what was written (``debug_tags.py``, ``gpu_tags.py``)
+    debug_tags         check reads against what was written (``watch/``)
     debug_tags_every   on a GPU: steps between two checks; a CPU checks every step
     on_weight_update   after new weights in the running server "recalibrate", "keep" the calibration
-                       of the old ones, or "refuse" the update (``weight_updates.py``); default:
-                       recalibrate, but keep with codec ``position``
+                       of the old ones, or "refuse" the update
+                       (``plugin/weight_updates.py``); default: recalibrate, but keep with codec
+                       ``position``
     omni_norm, omni_rotation  codec ``omni`` without its token norm or its rotation, as in its
                        paper's ablation (default: the artifact's, else with both)
     bits               per element of history that codec ``position`` may take (default: what its

@@ -2,7 +2,7 @@
 
 SGLang only logs a plugin or hook that fails and would then serve a BF16 cache, so ``verify``
 checks, in every process that is about to use int2, that each row is really in place. How the rows
-are held against another SGLang: ``ledger.py``, ``oscar-sglang doctor --sglang``.
+are held against another SGLang: ``plugin/ledger.py``, ``oscar-sglang doctor --sglang``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 from .config import ATTENTION_BACKEND, DISABLE_VARIABLE, KV_CACHE_DTYPE, OscarError, disabled
-from .ledger import Hook, Read, Sources, problems, same_release
-from .seam import enabled
+from .plugin.ledger import Hook, Read, Sources, problems, same_release
+from .plugin.seam import enabled
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ READS = (
         "json_model_override_args", "kv_cache_dtype", "load_format", "max_running_requests",
         "max_total_tokens", "mem_fraction_static", "model_path", "page_size", "revision",
         "tp_size"),
-         by="startup, model_folder, refusals, sizing, sglang_stats"),
-    Read(_ARGS, ("resolve_once",), by="arguments, sglang_stats"),
+         by="startup, model_folder, refusals, sizing, sglang_engine"),
+    Read(_ARGS, ("resolve_once",), by="arguments, sglang_engine"),
     Read(_ENGINE, ("server_args_class",), by="arguments"),
     Read(_KVC, ("attn_dp_size", "device", "layer_info", "mambaish_config", "model_config",
                 "model_dtype", "server_args"), by="rank, sizing, startup, hybrid"),
@@ -125,10 +125,10 @@ READS = (
         "attention_arch", "attention_chunk_size", "context_len", "get_num_kv_heads",
         "get_total_num_kv_heads", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
         "is_hybrid_swa", "num_attention_heads", "num_hidden_layers", "v_head_dim"),
-         by="refusals, sizing, sglang_stats"),
+         by="refusals, sizing, sglang_engine"),
     Read("sglang.srt.model_executor.model_runner.ModelRunner", (
         "attn_backend", "device", "forward", "model", "model_config", "req_to_token_pool",
-        "server_args", "token_to_kv_pool"), by="backends, sglang_stats"),
+        "server_args", "token_to_kv_pool"), by="backends, sglang_engine"),
     Read("sglang.srt.model_executor.forward_batch_info.ForwardBatch", (
         "batch_size", "extend_num_tokens", "extend_prefix_lens", "extend_prefix_lens_cpu",
         "extend_seq_lens", "extend_seq_lens_cpu", "forward_mode", "input_ids", "out_cache_loc",
@@ -244,7 +244,7 @@ def _take_engine_keywords() -> None:
     """``Engine(oscar_...=...)``: its arguments' class is an attribute, which no hook replaces."""
     from sglang.srt.entrypoints.engine import Engine
 
-    from .arguments import engine_arguments
+    from .plugin.arguments import engine_arguments
 
     if not hasattr(Engine.server_args_class, "__wrapped__"):
         Engine.server_args_class = engine_arguments(Engine.server_args_class)
@@ -256,7 +256,7 @@ def _create_backend(runner: Any) -> Any:
             f"--attention-backend {ATTENTION_BACKEND} is chosen by --kv-cache-dtype "
             f"{KV_CACHE_DTYPE}; give that instead"
         )
-    from .memory_pool import oscar_pool
+    from .pool.memory_pool import oscar_pool
 
     if oscar_pool(runner.token_to_kv_pool) is None:
         raise OscarError(
@@ -264,10 +264,10 @@ def _create_backend(runner: Any) -> Any:
             "does not support; drop --kv-cache-dtype int2"
         )
     if runner.device == "cpu":
-        from .attention_backend import OscarAttnBackend
+        from .pool.cpu_backend import OscarAttnBackend
 
         return OscarAttnBackend(runner)
-    from .gpu_backend import OscarGpuBackend
+    from .pool.gpu_backend import OscarGpuBackend
 
     backend = OscarGpuBackend(runner)
     backend.check_kernels()

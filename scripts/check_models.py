@@ -44,7 +44,7 @@ from reference_answers import load, save  # noqa: E402
 from server import Server  # noqa: E402
 from shapes import UNCHECKED  # noqa: E402
 
-from oscar_sglang import artifact as art  # noqa: E402
+from oscar_sglang.artifact import file as art  # noqa: E402
 from oscar_sglang.launch_server import has_gpu  # noqa: E402
 
 REAL = "real"

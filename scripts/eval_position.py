@@ -32,10 +32,10 @@ def variants(moments, scores, context: int, sequence: int) -> dict[str, list]:
     """Codecs of all layers by name."""
     from oscar_sglang.calibration import fit_position
     from oscar_sglang.calibration.fit import N_SINK, fit_layer
-    from oscar_sglang.calibration.hadamard import hadamard
     from oscar_sglang.calibration.model_fit import Fitter, wanted_bits, widen
     from oscar_sglang.calibration.stats import BeforeRope
     from oscar_sglang.kernels.codec_position import Rope
+    from oscar_sglang.kernels.hadamard import hadamard
 
     d = moments[0].k_mean.shape[-1]
     bits, fits = wanted_bits(None, d), Fitter("position", context, N_SINK).fit(moments)

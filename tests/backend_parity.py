@@ -26,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
 import torch  # noqa: E402
 from inprocess import Runner  # noqa: E402
 
-from oscar_sglang.debug_tags import OwnershipError  # noqa: E402
+from oscar_sglang.watch.debug_tags import OwnershipError  # noqa: E402
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
 # blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
@@ -135,8 +135,8 @@ def main(model: str, codec: str, every: str) -> None:
     reference_counts = runner.pool.device_counters.clone()
 
     splits = several_splits()
-    from oscar_sglang.gpu_backend import OscarGpuBackend
     from oscar_sglang.kernels.decode import DecodeAttention
+    from oscar_sglang.pool.gpu_backend import OscarGpuBackend
 
     plan = runner.pool.setup.plan
     runner.pool.decode_attention = DecodeAttention(

@@ -27,7 +27,7 @@ def main(model: str, artifact: str) -> None:
 
     from tiny_models import random_ids
 
-    from oscar_sglang.artifact import load
+    from oscar_sglang.artifact.file import load
     from oscar_sglang.calibration.collect import load_model
     from oscar_sglang.calibration.continuation import capture
     from oscar_sglang.calibration.methods import METHODS

@@ -22,7 +22,7 @@ import inprocess  # noqa: E402
 import torch  # noqa: E402
 from tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family  # noqa: E402
 
-from oscar_sglang import artifact as art  # noqa: E402
+from oscar_sglang.artifact import file as art  # noqa: E402
 
 RUNS = {"stock": None, "wide": (256, 256), "narrow": (4, 12)}
 

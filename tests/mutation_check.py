@@ -277,38 +277,42 @@ CUDA_FAULTS = {
 
 HOST_FAULTS = {
     "weights: half as many pieces": Fault(
-        "../oscar_sglang/weights.py",
+        "../oscar_sglang/artifact/weights.py",
         "(t.size * i // count, PIECE)",
         "(t.size * (i // 2) // count, PIECE)",
     ),
     "weights: experts count as one": Fault(
-        "../oscar_sglang/weights.py", "count *= stacked", "count *= 1"
+        "../oscar_sglang/artifact/weights.py", "count *= stacked", "count *= 1"
     ),
     "weights: names do not count": Fault(
-        "../oscar_sglang/weights.py", "[t.name, t.kind, t.shape, content]", "[t.kind, content]"
+        "../oscar_sglang/artifact/weights.py",
+        "[t.name, t.kind, t.shape, content]",
+        "[t.kind, content]",
     ),
     "weights: the head counts": Fault(
-        "../oscar_sglang/weights.py", "if not _HEAD.search(t.name)", "if t.name"
+        "../oscar_sglang/artifact/weights.py", "if not _HEAD.search(t.name)", "if t.name"
     ),
     "weights: a tied head does not": Fault(
-        "../oscar_sglang/weights.py",
+        "../oscar_sglang/artifact/weights.py",
         "if any(_EMBEDDING.search(t.name) for t in tensors):",
         "if tensors:",
     ),
     "weights: optimiser states count": Fault(
-        "../oscar_sglang/weights.py", "if not n.endswith(_NOT_WEIGHTS)", "if n"
+        "../oscar_sglang/artifact/weights.py", "if not n.endswith(_NOT_WEIGHTS)", "if n"
     ),
     "weights: files beside the index count": Fault(
-        "../oscar_sglang/weights.py", "[n for n in files if n in wanted]", "files"
+        "../oscar_sglang/artifact/weights.py", "[n for n in files if n in wanted]", "files"
     ),
     "kept: what is in use is swept": Fault(
-        "../oscar_sglang/kept.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"
+        "../oscar_sglang/artifact/kept.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"
     ),
     "kept: damaged files are trusted": Fault(
-        "../oscar_sglang/kept.py", "read_header(path)  #", "path.stat() or read_header(path)  #"
+        "../oscar_sglang/artifact/kept.py",
+        "read_header(path)  #",
+        "path.stat() or read_header(path)  #",
     ),
     "tags: never armed, never noticed": Fault(
-        "../oscar_sglang/gpu_tags.py",
+        "../oscar_sglang/watch/gpu_tags.py",
         "self.unarmed_steps > UNARMED_STEPS",
         "self.unarmed_steps < 0",
     ),

@@ -25,12 +25,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from oscar_sglang.debug_tags import DebugTags, chain
 from oscar_sglang.kernels import codec, codec_omni, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams
 from oscar_sglang.kernels.codec_position import Rope
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
+from oscar_sglang.watch.debug_tags import DebugTags, chain
 
 D, ROWS, BANK = 16, 4, 1024
 N_RECENT = 8

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
 import torch  # noqa: E402
 from inprocess import Runner  # noqa: E402  (first: it prepares a machine without a GPU)
 
-from oscar_sglang import recalibrate  # noqa: E402
 from oscar_sglang.calibration import calibrate_codecs  # noqa: E402
 from oscar_sglang.calibration.collect import collect, load_model  # noqa: E402
 from oscar_sglang.calibration.fit import fit_layer, k_error, v_error  # noqa: E402
+from oscar_sglang.plugin import recalibrate  # noqa: E402
 
 CODEC, TOKENS, LONGEST = "compact", 2048, 1024
 

@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from oscar_sglang import artifact as art
-from oscar_sglang.artifact import Artifact, ArtifactError, Fingerprint, FingerprintError
+from oscar_sglang.artifact import file as art
+from oscar_sglang.artifact.file import Artifact, ArtifactError, Fingerprint, FingerprintError
 from oscar_sglang.config import OMNI_CHOICES
 from oscar_sglang.kernels.codec import CODECS, LayerParams
 from oscar_sglang.kernels.codec_omni import OPTIONS

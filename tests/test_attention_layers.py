@@ -9,10 +9,10 @@ import torch
 from sglang.srt.configs import GraniteMoeHybridConfig, Lfm2Config, NemotronHConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from oscar_sglang.attention_backend import refuse_layers
+from oscar_sglang.artifact.fingerprint import Fingerprint, FingerprintError, attention_layers
 from oscar_sglang.config import OscarError
-from oscar_sglang.fingerprint import Fingerprint, FingerprintError, attention_layers
-from oscar_sglang.memory_pool import OscarKVPool
+from oscar_sglang.pool.cpu_backend import refuse_layers
+from oscar_sglang.pool.memory_pool import OscarKVPool
 
 _SHAPE = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=128)
 _GRANITE = ["mamba", "attention", "mamba", "attention"]

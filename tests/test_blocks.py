@@ -11,10 +11,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from oscar_sglang.calibration.hadamard import hadamard
 from oscar_sglang.calibration.methods import METHODS
 from oscar_sglang.kernels import codec, codec_omni, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams, Rows
+from oscar_sglang.kernels.hadamard import hadamard
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
-from oscar_sglang import artifact as art
 from oscar_sglang import config
+from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import (
     CalibrationError,
     auto,
@@ -22,14 +22,9 @@ from oscar_sglang.calibration.collect import check_supported, collect, load_mode
 from oscar_sglang.calibration.data import load_tokens
 from oscar_sglang.calibration.fit import feedback_factor, fit_layer
 from oscar_sglang.calibration.fit_options import feedback_metric
-from oscar_sglang.calibration.hadamard import (
-    bit_reversal,
-    eigenbasis,
-    hadamard,
-    householder_to_e0,
-)
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
+from oscar_sglang.kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 
 FITTED = [name for name, spec in CODECS.items() if spec.needs_data]
 

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import edit_config, llama
 
 from oscar_sglang import __version__
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import CODEC_NAMES, main
 from oscar_sglang.kernels.codec import CODECS
 

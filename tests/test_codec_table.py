@@ -11,7 +11,7 @@ from oscar_sglang.config import OscarConfig
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.codec_position import table_bytes
 from oscar_sglang.kernels.means import floats_per_head
-from oscar_sglang.sizing import ROW_SLACK, make_plan
+from oscar_sglang.pool.sizing import ROW_SLACK, make_plan
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -45,7 +45,7 @@ def test_bits_are_those_of_the_plan_a_server_makes(codec):
 
 
 def _tensors(codec: str):
-    from oscar_sglang.artifact import Fingerprint, data_free
+    from oscar_sglang.artifact.file import Fingerprint, data_free
 
     fingerprint = Fingerprint("LlamaForCausalLM", 1, 32, 8, 128, "{}", "{}", "0")
     return data_free(fingerprint, codec).tensors().values()

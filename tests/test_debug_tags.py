@@ -7,9 +7,9 @@ import torch
 from test_reference import SCALE, Pool, Sequence
 
 from oscar_sglang.config import OscarConfig, OscarError
-from oscar_sglang.debug_tags import DebugTags, OwnershipError, chain
 from oscar_sglang.kernels import reference
 from oscar_sglang.kernels.layout import WindowLayout
+from oscar_sglang.watch.debug_tags import DebugTags, OwnershipError, chain
 
 WINDOWS = WindowLayout(4, 16)
 
@@ -181,7 +181,7 @@ def test_the_interval():
 def test_no_interval_on_a_cpu():
     from types import SimpleNamespace
 
-    from oscar_sglang.startup import finish_arguments
+    from oscar_sglang.plugin.startup import finish_arguments
 
     args = SimpleNamespace(device="cpu", page_size=1)
     with pytest.raises(OscarError, match="checks every step on a CPU"):

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 from tiny_models import edit_config, llama
 
-from oscar_sglang import artifact as art
-from oscar_sglang import doctor, hooks, selftest
+from oscar_sglang import hooks
+from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
+from oscar_sglang.health import doctor, selftest
 
 pytestmark = pytest.mark.sglang
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from test_reference import Pool, Sequence, decoded
 
-from oscar_sglang.dump import SEGMENTS, after_server_info, dump_request
 from oscar_sglang.events import log_event, read_events
 from oscar_sglang.kernels.layout import WindowLayout
+from oscar_sglang.watch.dump import SEGMENTS, after_server_info, dump_request
 
 WINDOWS = WindowLayout(4, 16)
 

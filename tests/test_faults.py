@@ -14,7 +14,7 @@ import torch
 from test_reference import WINDOWS, Pool, Sequence, assert_close, decoded, dense
 from tiny_models import llama
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import auto, ensure_artifact
 
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf, "fp16 overflow": 1e30}

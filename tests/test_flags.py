@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from oscar_sglang import flags, refusals
 from oscar_sglang.config import OscarError
+from oscar_sglang.plugin import flags, refusals
 
 TESTS = Path(__file__).parent
 DEFAULTS = flags.field_defaults(ServerArgs)

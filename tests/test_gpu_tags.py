@@ -9,9 +9,9 @@ import torch
 from test_debug_tags import DAMAGE, WINDOWS, cut_turn, more_turns, overwrite, prompt, sequence
 from test_reference import Pool
 
-from oscar_sglang.debug_tags import OwnershipError
-from oscar_sglang.gpu_tags import Flat, GpuTags, link
 from oscar_sglang.kernels import reference
+from oscar_sglang.watch.debug_tags import OwnershipError
+from oscar_sglang.watch.gpu_tags import Flat, GpuTags, link
 
 
 class Watched(Pool):
@@ -187,8 +187,8 @@ def test_tags_that_nobody_armed_stop_the_server(monkeypatch):
 
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from oscar_sglang import gpu_tags
-    from oscar_sglang.gpu_backend import OscarGpuBackend
+    from oscar_sglang.pool.gpu_backend import OscarGpuBackend
+    from oscar_sglang.watch import gpu_tags
 
     monkeypatch.setattr(gpu_tags, "UNARMED_STEPS", 5)
     pool = Watched()

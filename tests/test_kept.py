@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from test_artifact import FINGERPRINT
 
-from oscar_sglang import artifact as art
-from oscar_sglang import kept
+from oscar_sglang.artifact import file as art
+from oscar_sglang.artifact import kept
 
 SAVE = """
 import sys
-from oscar_sglang import artifact as art, kept
+from oscar_sglang.artifact import file as art, kept
 f = art.Fingerprint("LlamaForCausalLM", 1, 2, 1, 16, "{}", "{}", "0")
 print(kept.save_temporary(art.data_free(f)), flush=True)
 sys.stdin.read()

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from oscar_sglang import doctor, hooks, ledger
+from oscar_sglang import hooks
 from oscar_sglang.cli import doctor as command
 from oscar_sglang.config import OscarError
-from oscar_sglang.ledger import Hook, Read, Sources, problems
+from oscar_sglang.health import doctor
+from oscar_sglang.plugin import ledger
+from oscar_sglang.plugin.ledger import Hook, Read, Sources, problems
 
 INSTALLED = Sources.installed()
 

@@ -20,7 +20,7 @@ FORBIDDEN = {
     "calibration": {"sglang", "triton"},
 }
 # The only modules of ours that may import sglang at module level.
-GLUE = {"attention_backend.py", "gpu_backend.py", "memory_pool.py", "sglang_stats.py"}
+GLUE = {"cpu_backend.py", "gpu_backend.py", "memory_pool.py"}
 
 
 def run(code: str, cwd: Path = ROOT, **env: str) -> str:
@@ -52,12 +52,13 @@ def test_layers(folder):
     files = list((ROOT / folder).rglob("*.py"))
     assert files
     for path in files:
-        assert not imports(path) & FORBIDDEN[folder], path
+        allowed = {"sglang"} if path.name.startswith("sglang_") else set()
+        assert not imports(path) & (FORBIDDEN[folder] - allowed), path
 
 
 def test_only_the_glue_imports_sglang_at_module_level():
-    for path in (ROOT / "oscar_sglang").glob("*.py"):
-        if path.name not in GLUE:
+    for path in (ROOT / "oscar_sglang").rglob("*.py"):
+        if path.name not in GLUE and "standins" not in path.parts:
             assert "sglang" not in imports(path, top_level_only=True), path
 
 

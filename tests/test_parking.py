@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from oscar_sglang.parking import Parking
+from oscar_sglang.pool.parking import Parking
 
 N_RECENT, PAGE = 32, 1
 

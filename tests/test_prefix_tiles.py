@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from oscar_sglang.prefix_tiles import plan_tiles, split
+from oscar_sglang.pool.prefix_tiles import plan_tiles, split
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 16, 1000])

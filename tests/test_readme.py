@@ -15,8 +15,8 @@ from urllib.parse import urlparse
 import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 
-from oscar_sglang import doctor
 from oscar_sglang.cli import _parser
+from oscar_sglang.health import doctor
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
-from oscar_sglang.recalibrate import CalibrationError, _Clock, _fit
+from oscar_sglang.plugin.recalibrate import CalibrationError, _Clock, _fit
 
 pytestmark = pytest.mark.sglang
 

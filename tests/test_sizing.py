@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oscar_sglang.config import OscarConfig
-from oscar_sglang.memory_log import block
-from oscar_sglang.sizing import make_plan
+from oscar_sglang.pool.memory_log import block
+from oscar_sglang.pool.sizing import make_plan
 
 GB = 1 << 30
 QWEN3_8B = dict(layers=36, kv_heads=8, head_dim=128, itemsize=2)

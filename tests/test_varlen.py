@@ -13,9 +13,9 @@ import types
 import pytest
 import torch
 
-from oscar_sglang import flashinfer_varlen, varlen
 from oscar_sglang.config import OscarError
 from oscar_sglang.kernels.reference import attend
+from oscar_sglang.pool import flashinfer_varlen, varlen
 
 Q, K = [3, 1, 5, 2], [3, 0, 9, 40]
 

@@ -9,9 +9,9 @@ import pytest
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers import io_struct
 
-from oscar_sglang import weight_updates as weights
 from oscar_sglang.calibration.errors import CalibrationError
-from oscar_sglang.memory_pool import Calibration, Counters, OscarKVPool
+from oscar_sglang.plugin import weight_updates as weights
+from oscar_sglang.pool.memory_pool import Calibration, Counters, OscarKVPool
 
 DISK = io_struct.UpdateWeightFromDiskReqInput(model_path="m")
 IPC = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={})
@@ -182,7 +182,7 @@ def test_a_failed_measurement_leaves_the_old_one_and_says_so(monkeypatch, caplog
     def fail(*_args, **_kwargs):
         raise CalibrationError("layer 3: K, V or Q is NaN or infinite")
 
-    monkeypatch.setattr("oscar_sglang.recalibrate.gather_and_fit", fail)
+    monkeypatch.setattr("oscar_sglang.plugin.recalibrate.gather_and_fit", fail)
     monkeypatch.setattr(
         "sglang.srt.runtime_context.get_schedule", lambda: SimpleNamespace(chunked_prefill_size=64)
     )
@@ -198,7 +198,7 @@ def test_a_failed_measurement_leaves_the_old_one_and_says_so(monkeypatch, caplog
 
 def test_beams_are_refused_with_a_message_for_the_client():
     """They exchange slots between request rows, whose windows would not follow."""
-    from oscar_sglang.lifecycle import refuse_beams
+    from oscar_sglang.plugin.lifecycle import refuse_beams
 
     def coordinator(pool):
         allocator = SimpleNamespace(get_kvcache=lambda: pool)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import family
 
-from oscar_sglang import artifact as art
-from oscar_sglang import weights
-from oscar_sglang.weights import FingerprintError, hash_weights, weight_files
+from oscar_sglang.artifact import file as art
+from oscar_sglang.artifact import weights
+from oscar_sglang.artifact.weights import FingerprintError, hash_weights, weight_files
 
 HEAD = "lm_head.weight"
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tiny_models import family, random_ids
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import CalibrationError, calibrate, widths
 from oscar_sglang.calibration.collect import collect, load_model, score
 from oscar_sglang.calibration.emulate import quantise
 from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore
-from oscar_sglang.sizing import make_plan
+from oscar_sglang.pool.sizing import make_plan
 
 N_SINK = 8
 

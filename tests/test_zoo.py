@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_models import llama, qwen3
 
-from oscar_sglang import artifact as art
-from oscar_sglang.artifact import ArtifactError
+from oscar_sglang.artifact import file as art
+from oscar_sglang.artifact.file import ArtifactError
 from oscar_sglang.calibration import calibrate, zoo
 from oscar_sglang.calibration.verify import verify
 from oscar_sglang.cli import main

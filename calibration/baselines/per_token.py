@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..hadamard import hadamard
+from ...kernels.hadamard import hadamard
 from ..method import Side
 from .bits import affine, affine_codes, affine_values, pack_bits, unpack_bits
 

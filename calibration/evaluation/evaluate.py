@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...artifact import Fingerprint, check, load
-from ...fingerprint import read_config
+from ...artifact.file import Fingerprint, check, load
+from ...artifact.fingerprint import read_config
 from ..collect import Progress, check_supported, load_model
 from ..data import RANDOM, load_tokens
 from ..engines import Run, observe

@@ -52,7 +52,7 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     """Validate an artifact and print its contents, provenance and errors per layer."""
     import dataclasses
 
-    from .. import artifact as art
+    from ..artifact import file as art
 
     artifact = art.load(args.file)
     rows = {"file": args.file, "id": artifact.id, "codec": artifact.codec}
@@ -73,7 +73,7 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
 
 def run_verify(args: argparse.Namespace, console: Console) -> int:
     """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
-    from .. import artifact as art
+    from ..artifact import file as art
     from ..calibration.verify import verify
 
     artifact = art.load(args.file)
@@ -115,7 +115,7 @@ def run_import(args: argparse.Namespace, console: Console) -> None:
 
 
 def run_export(args: argparse.Namespace, console: Console) -> None:
-    from .. import artifact as art
+    from ..artifact import file as art
     from ..calibration.zoo import export_zoo
 
     artifact = art.load(args.file)

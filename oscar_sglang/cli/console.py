@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..model_folder import OVERRIDES_FLAG, overridden_folder, parse_overrides
+from ..plugin.model_folder import OVERRIDES_FLAG, overridden_folder, parse_overrides
 
 
 @contextmanager

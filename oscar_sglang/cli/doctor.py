@@ -28,14 +28,14 @@ def add(commands) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print every check; status 1 if one of them failed."""
     if args.sglang:
-        from ..doctor import port
+        from ..health.doctor import port
 
         return report(list(port(args.sglang)), console, "everything int2 relies on is there")
     from ..launch_server import enter_cpu_mode, has_gpu
 
     if not has_gpu():
         enter_cpu_mode()  # before anything imports transformers or sglang
-    from ..doctor import examine
+    from ..health.doctor import examine
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about kernels a CPU does not have
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def report(checks: list, console: Console, good: str) -> int:
     """Print the table and the verdict, ``good`` if nothing failed."""
-    from ..doctor import FAIL
+    from ..health.doctor import FAIL
 
     table = Table(box=None, show_header=False)
     table.add_column(no_wrap=True)

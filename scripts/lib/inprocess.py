@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from oscar_sglang.bare_runner import bare_runner, resolved_arguments
-from oscar_sglang.hybrid import attention_pool
+from oscar_sglang.calibration.sglang_runner import bare_runner, resolved_arguments
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
+from oscar_sglang.pool.hybrid import attention_pool
 
 if not has_gpu():
     enter_cpu_mode()  # before anything imports transformers or sglang

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from oscar_sglang import selftest
 from oscar_sglang.config import OscarError
+from oscar_sglang.health import selftest
+from oscar_sglang.health.selftest import Shape, check_served, compare
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.decode import DecodeAttention
 from oscar_sglang.kernels.layout import WindowLayout
-from oscar_sglang.selftest import Shape, check_served, compare
 
 SMALL = Shape(32, 2, 2, lens=(70, 33, 5), windows=WindowLayout(8, 16))
 

@@ -11,7 +11,7 @@ from server import Server
 from sglang.srt.configs.model_config import ModelConfig
 
 from oscar_sglang.config import OscarError
-from oscar_sglang.refusals import refuse_model
+from oscar_sglang.plugin.refusals import refuse_model
 
 pytestmark = pytest.mark.sglang
 

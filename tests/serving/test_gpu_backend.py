@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 
-from oscar_sglang import selftest
+from oscar_sglang.health import selftest
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.launch_server import has_gpu
 
@@ -85,7 +85,7 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
     ],
 )
 def test_a_server_checks_kernels_that_are_not_proven(monkeypatch, capability, codec, checks):
-    from oscar_sglang.gpu_backend import OscarGpuBackend
+    from oscar_sglang.pool.gpu_backend import OscarGpuBackend
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     checked = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from server import Server
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
 
 pytestmark = pytest.mark.sglang

@@ -19,18 +19,18 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
 from tiny_models import llama
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
+from oscar_sglang.artifact.weights import weight_files
 from oscar_sglang.config import OscarError
 from oscar_sglang.launch_server import cpu_environment
-from oscar_sglang.model_folder import model_folder
-from oscar_sglang.weights import weight_files
+from oscar_sglang.plugin.model_folder import model_folder
 
 pytestmark = pytest.mark.sglang
 
 SERVE = """
 import sys
 from oscar_sglang.config import fold_options
-from oscar_sglang.seam import config_of
+from oscar_sglang.plugin.seam import config_of
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 

@@ -12,7 +12,7 @@ from server import Server
 
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.reference import history_end
-from oscar_sglang.metrics import COUNTERS, GAUGES, window_tokens
+from oscar_sglang.plugin.metrics import COUNTERS, GAUGES, window_tokens
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT, CAPACITY = 8, 32, 2000

@@ -6,7 +6,7 @@ import pytest
 from server import Server
 from tiny_models import VOCAB, qwen3, random_ids
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 
 pytestmark = pytest.mark.sglang
 TOKENS = 2000  # no multiple of 64 or 128

@@ -14,7 +14,7 @@ import pytest
 from pool_quality import ROWS, compare, exact_logprobs
 from vectors import DATA
 
-from oscar_sglang import artifact as art
+from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
 
 pytestmark = pytest.mark.sglang

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import LLAMA
 
-from oscar_sglang import artifact
+from oscar_sglang.artifact import file as artifact
 
 pytestmark = pytest.mark.sglang
 
@@ -265,7 +265,7 @@ def test_other_hybrid_models_are_refused(tmp_path):
     from sglang.srt.configs.model_config import ModelConfig
 
     from oscar_sglang.config import OscarError
-    from oscar_sglang.refusals import refuse_model
+    from oscar_sglang.plugin.refusals import refuse_model
 
     for name in ("hybrid", "short convolution"):  # SGLang keeps what it reads from a folder
         (tmp_path / name).mkdir()
@@ -289,7 +289,7 @@ def test_quantised_weights_are_nothing_to_the_cache(tmp_path, method):
     """Accepted, and the same model to an artifact; such weights themselves need a GPU."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from oscar_sglang.refusals import refuse_model
+    from oscar_sglang.plugin.refusals import refuse_model
 
     plain = artifact.Fingerprint.of(tmp_path, LLAMA)
     config = {**LLAMA, "quantization_config": QUANTISED[method]}
@@ -344,7 +344,7 @@ def test_copies_of_the_arguments_keep_our_options():
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    from oscar_sglang.seam import config_of
+    from oscar_sglang.plugin.seam import config_of
 
     load_plugins()
     args = Engine.server_args_class(

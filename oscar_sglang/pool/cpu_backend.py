@@ -1,0 +1,181 @@
+"""SGLang's attention backend over the three-segment pool (PyTorch reference path)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from ..config import OscarError
+from ..kernels import reference
+from ..plugin.seam import config_of
+from ..watch.debug_tags import DebugTags
+from .memory_pool import oscar_pool
+from .parking import park
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from .memory_pool import OscarKVPool
+
+logger = logging.getLogger(__name__)
+
+
+def _unsupported(layer: RadixAttention) -> str | None:
+    """What int2 cannot do for a layer of the model that has been built."""
+    window = layer.sliding_window_size
+    if window is not None and window > 0:
+        return "a sliding window"
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type != AttentionType.DECODER:
+        return f"{layer.attn_type.value} attention"
+    return None
+
+
+def refuse_layers(model: torch.nn.Module, layer_ids: Iterable[int]) -> None:
+    """Check the attention layers of the model against those that the pool has parameters for.
+
+    At start-up, and the last word: whatever the configuration was taken to say, here are the
+    layers that will be run.
+    """
+    layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    # SGLang's class for models of transformers keeps them beside the modules.
+    layers += getattr(model, "attention_instances", {}).values()
+    for layer in layers:
+        _raise(layer, _unsupported(layer))
+    found, expected = sorted({layer.layer_id for layer in layers}), sorted(layer_ids)
+    if found != expected:
+        raise OscarError(
+            f"{type(model).__name__} has attention in layers {found}, but there are int2 "
+            f"parameters for layers {expected}; drop --kv-cache-dtype int2 (and please report it)"
+        )
+
+
+def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
+    """What only a call shows; nothing is approximated silently."""
+    what = _unsupported(layer)
+    if kwargs.get("sinks") is not None:
+        what = "learned attention sinks"
+    if k is None or not save_kv_cache:
+        what = "a KV cache shared between layers"
+    _raise(layer, what)
+
+
+def _raise(layer: RadixAttention, what: str | None) -> None:
+    if what:
+        raise OscarError(
+            f"layer {layer.layer_id} uses {what}, which int2 does not support; "
+            "drop --kv-cache-dtype int2"
+        )
+
+
+class OscarAttnBackend(AttentionBackend):
+    """Decode and extend are one path: a decode step is a chunk of one token.
+
+    The only state kept here is which generation of a request row was seen last: SGLang bumps
+    ``ReqToTokenPool.req_generation`` whenever a row is handed out, so a difference means that
+    the row's windows belong to somebody who is gone. It is read in batch order, on the thread
+    that launches forwards, like everything else in the pool.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
+        refuse_layers(runner.model, self.pool.index)
+        self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
+        self.req_to_token_pool = runner.req_to_token_pool
+        park(self.req_to_token_pool, self.pool.parking)
+        self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
+        self.batch: reference.Batch | None = None
+        self.tags: DebugTags | None = None
+        if config_of(runner.server_args).debug_tags:
+            table = self.req_to_token_pool.req_to_token
+            self.tags = self.pool.tags = DebugTags(self.pool.segments, table.shape[1])
+            logger.warning("oscar: debug tags are on: every read is checked, which is slow")
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        fb, seg = forward_batch, self.pool.segments
+        if fb.forward_mode.is_idle():
+            self.batch = None
+            return
+        if fb.forward_mode.is_decode():
+            prefix_lens = fb.seq_lens - 1
+        else:
+            prefix_lens = fb.extend_prefix_lens
+            self._start_requests(fb.req_pool_indices, prefix_lens)
+        self.batch = reference.plan_batch(
+            seg, fb.req_pool_indices, prefix_lens, fb.seq_lens, fb.out_cache_loc
+        )
+        if self.tags:
+            self.tags.begin(self.batch, fb.input_ids, self.req_to_token_pool.req_to_token)
+        self._count()
+
+    def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        """Take over request rows that were handed out since they were last seen here."""
+        generation = self.req_to_token_pool.req_generation
+        n_sink = self.pool.setup.plan.windows.n_sink
+        for row, prefix in zip(rows.tolist(), prefix_lens.tolist(), strict=True):
+            if row == 0 or generation[row] == self.seen_generation[row]:
+                continue
+            if prefix % self.pool.segments.spec.block:
+                raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
+            self.seen_generation[row] = generation[row]
+            parking, taken = self.pool.parking, ()
+            if parking:
+                taken = int(parking.source[row]), int(parking.low[row])
+            self.pool.segments.windows.begin(row, prefix, *taken)
+            if prefix:
+                cached = min(prefix, n_sink)
+                slots = self.req_to_token_pool.req_to_token[row, :cached].long()
+                hits = reference.restore_sinks(self.pool.segments, row, slots)
+                self.pool.device_counters += torch.tensor([hits, cached - hits, 1])
+            if self.tags:
+                self.tags.start(row, self.req_to_token_pool.req_to_token[row, :prefix].long())
+
+    def _count(self) -> None:
+        prefix, scratch = self.batch.prefix_lens, self.pool.scratch.shape[1]
+        longest = min(int(prefix.max()), scratch)
+        self.pool.counters.extend(len(self.batch.slots), int(prefix.sum()), longest)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
+        refuse_layer(layer, k, save_kv_cache, kwargs)
+        index = self.pool.index[layer.layer_id]
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        out = reference.attention(
+            self.pool.segments,
+            index,
+            self.batch,
+            q,
+            k,
+            v,
+            self.req_to_token_pool.req_to_token,
+            self.pool.scratch,
+            layer.scaling,
+            layer.logit_cap or 0.0,
+        )
+        if self.pool.observer:
+            self.pool.observer(index, q, k, v, out)
+        if self.tags and index == 0:
+            self.tags.check_reads()
+        reference.store(self.pool.segments, index, self.batch, k, v)
+        return out.to(q.dtype).flatten(1)
+
+    forward_decode = forward_extend

@@ -1,0 +1,343 @@
+"""SGLang's attention backend on a GPU: our kernels for decode, FlashAttention-3 for fresh tokens.
+
+Decode, per layer: store, attend, merge (three launches), all metadata computed on the device inside
+the captured graph. Extend, per layer: fresh tokens attend causally in the model's basis; the cached
+prefix is materialised tile by tile into a scratch that was reserved at start-up, attended in the
+rotated basis and merged by LSE; then the chunk is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from ..kernels import cuda_store
+from ..kernels.accumulate import accumulate
+from ..kernels.begin import begin_rows
+from ..kernels.decode import DecodeAttention, DecodeStep
+from ..kernels.materialise import materialise
+from ..kernels.plan import claim_sinks
+from ..kernels.reference import history_end
+from ..kernels.restore import restore_sinks
+from ..kernels.rotate import join_prefix, rotate_queries
+from ..kernels.store import store
+from ..kernels.views import TokenBatch, layer_view
+from ..plugin.seam import config_of
+from ..watch.gpu_probe import Probe
+from ..watch.gpu_tags import DEFAULT_EVERY, GpuTags
+from .cpu_backend import refuse_layer, refuse_layers
+from .memory_pool import oscar_pool
+from .parking import park
+from .prefix_tiles import Tile, plan_tiles, to_device
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from .memory_pool import OscarKVPool
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ExtendPlan:
+    """Device metadata of one extend; ``tiles`` is empty when nothing is cached."""
+
+    cu_fresh: torch.Tensor  # [B+1] int32
+    longest: int
+    hist_end: torch.Tensor  # [B] int64
+    tiles: list[Tile]
+
+
+class OscarGpuBackend(AttentionBackend):
+    """See the module docstring. All state it touches is read and written on the forward stream."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        from .varlen import varlen_attention
+
+        self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
+        refuse_layers(runner.model, self.pool.index)
+        self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
+        self.device = torch.device(runner.device)
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        park(self.req_to_token_pool, self.pool.parking)
+        config = config_of(runner.server_args)
+        self.varlen = varlen_attention(config.prefill_attention, self.device)
+        seg = self.pool.segments
+        self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
+        self.windows, self.block = self.pool.setup.plan.windows, seg.spec.block
+        self.decode_attention: DecodeAttention = self.pool.decode_attention
+        self._log_kernels(config.prefill_attention or "the reference")
+        generation = runner.req_to_token_pool.req_generation
+        self.seen_generation = torch.zeros_like(generation, device=self.device)
+        self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
+        self.tokens: TokenBatch | None = None
+        self.step: DecodeStep | None = None
+        self.extend: ExtendPlan | None = None
+        self.tags: GpuTags | None = None
+        if config.debug_tags:
+            self._watch(config.debug_tags_every or DEFAULT_EVERY)
+
+    def _watch(self, every: int) -> None:
+        self.tags = self.pool.tags = GpuTags(self.pool.segments, self.req_to_token, every)
+        self.probe = Probe(self, self.tags)
+        logger.warning(
+            "oscar: debug tags are on: every write is recorded and every %d. step checked, which "
+            "is slow",
+            every,
+        )
+
+    def check_kernels(self) -> None:
+        """Compare CUDA kernels with the reference before serving, where no test has done so: of
+        each kind of layer one."""
+        from ..health.selftest import check_served, proven
+
+        attention = self.decode_attention
+        if attention.cuda and not proven(attention.device, self.pool.segments.spec.name):
+            for view in {v.spec: v for v in self.views}.values():
+                check_served(attention, view.spec, view.params)
+
+    def _log_kernels(self, prefill: str) -> None:
+        logger.info("oscar: prefill attention by %s", prefill)
+        if self.decode_attention.cuda:
+            logger.info("oscar: decode attention in CUDA, compiled at run time")
+        else:
+            logger.warning(
+                "oscar: decode attention in portable Triton, which is slower: the CUDA kernels "
+                "need head_dim 64 or 128, a BF16 or FP16 model, sm_80 or newer and an NVRTC "
+                "library, and $OSCAR_SGLANG_KERNELS unset"
+            )
+        if not cuda_store.has_codec(self.pool.segments.spec):
+            logger.warning(
+                "oscar: codec %s has no CUDA store; it is written by portable Triton kernels",
+                self.pool.segments.spec.name,
+            )
+
+    # -- metadata ------------------------------------------------------------------------------
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture=False):
+        fb = forward_batch
+        if fb.forward_mode.is_idle():
+            return
+        tags = self.tags if self.tags and not in_capture and self.tags.live() else None
+        if tags:
+            tags.seal()
+        if fb.forward_mode.is_decode():
+            self.extend = None
+            if not in_capture:
+                padding = getattr(fb, "num_padding", 0)  # only a graph replay's view has it
+                self.pool.counters.demoted_tokens += fb.batch_size - padding
+                if tags:
+                    self._watch_decode(fb, fb.batch_size - padding)
+            return
+        self._start_requests(fb)
+        self.extend = self._plan_extend(fb)
+        if tags:
+            self._watch_extend(fb)
+
+    def _watch_decode(self, fb: ForwardBatch, requests: int) -> None:
+        """``requests``: without a graph's padding."""
+        rows, ends = fb.req_pool_indices[:requests].long(), fb.seq_lens[:requests].long()
+        if self.tags.due():
+            self.tags.check(rows, ends - 1)
+            self.probe.decode(rows, ends - 1)
+        tokens, slots = fb.input_ids[:requests], fb.out_cache_loc[:requests]
+        self.tags.begin(rows, ends - 1, ends, tokens, slots)
+
+    def _watch_extend(self, fb: ForwardBatch) -> None:
+        rows, prefix = fb.req_pool_indices.long(), fb.extend_prefix_lens.long()
+        if self.tags.due():
+            self.tags.check(rows, prefix)
+            for tile in self.extend.tiles:
+                self.probe.extend(tile, rows, prefix, self.extend.hist_end)
+        total = fb.extend_num_tokens
+        tokens, slots = fb.input_ids[:total], fb.out_cache_loc[:total]
+        self.tags.begin(rows, prefix, fb.seq_lens.long(), tokens, slots)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        fb = forward_batch
+        if fb.forward_mode.is_idle():
+            return
+        if fb.forward_mode.is_decode():
+            ends = fb.seq_lens.to(torch.int64)
+            self.tokens = self._token_batch(fb, fb.req_pool_indices, ends - 1, ends)
+            self.step = self.decode_attention.step(len(fb.req_pool_indices))
+            recent_start = self.pool.segments.windows.recent_start
+            self.step.plan(fb.req_pool_indices, ends, recent_start)
+            self.pool.segments.windows.written[fb.req_pool_indices] = ends
+        else:
+            lens = fb.extend_seq_lens.to(torch.int64)
+            total = fb.extend_num_tokens
+
+            def per_token(x):
+                return torch.repeat_interleave(x, lens, output_size=total)
+
+            seq_lens = fb.seq_lens.to(torch.int64)
+            rows, ends = per_token(fb.req_pool_indices), per_token(seq_lens)
+            self.pool.segments.windows.written[fb.req_pool_indices] = seq_lens
+            self.tokens = self._token_batch(fb, rows, fb.positions, ends)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to reserve: decode metadata is computed inside the graph."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def _token_batch(self, fb: ForwardBatch, rows, positions, ends) -> TokenBatch:
+        slots = fb.out_cache_loc.to(torch.int64)
+        positions = positions.to(torch.int64)
+        index = torch.empty_like(slots)
+        n_sink, tag = self.windows.n_sink, self.pool.segments.sinks.tag
+        claim_sinks(tag, self.claim, positions, slots, n_sink, index)
+        return TokenBatch(rows.to(torch.int64), positions, ends, slots, index)
+
+    def _start_requests(self, fb: ForwardBatch) -> None:
+        """Take over request rows handed out since they were last seen, without synchronising."""
+        rows, prefix_lens = fb.req_pool_indices, fb.extend_prefix_lens.to(torch.int64)
+        generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
+        started = (generation != self.seen_generation[rows]) & (rows > 0)
+        self.seen_generation[rows] = generation
+        windows, parking = self.pool.segments.windows, self.pool.parking
+        taken = (parking.source, parking.low) if parking else ()
+        taken = (to_device(t, self.device) for t in taken)
+        begin_rows(windows, rows, prefix_lens, started, *taken)
+        windows.go_on(rows, prefix_lens)
+        if any(fb.extend_prefix_lens_cpu):
+            restore_sinks(
+                self.pool.segments,
+                self.req_to_token,
+                rows,
+                prefix_lens,
+                started,
+                self.pool.device_counters,
+            )
+        if self.tags and self.tags.armed:
+            self.tags.start(rows.long(), prefix_lens, started, list(fb.extend_prefix_lens_cpu))
+
+    def _plan_extend(self, fb: ForwardBatch) -> ExtendPlan:
+        prefix, fresh = list(fb.extend_prefix_lens_cpu), list(fb.extend_seq_lens_cpu)
+        cached, scratch = sum(prefix), self.pool.scratch.shape[1]
+        self.pool.counters.extend(sum(fresh), cached, min(cached, scratch))
+        lens = fb.extend_seq_lens.to(torch.int32)
+        cu_fresh = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        recent_start = self.pool.segments.windows.recent_start[fb.req_pool_indices]
+        prefix_lens = fb.extend_prefix_lens.to(torch.int64)
+        return ExtendPlan(
+            cu_fresh=cu_fresh,
+            longest=max(fresh),
+            hist_end=history_end(prefix_lens, recent_start, self.windows, self.block),
+            tiles=plan_tiles(
+                prefix,
+                fresh,
+                self.pool.scratch.shape[1],
+                fb.req_pool_indices,
+                self.device,
+            ),
+        )
+
+    # -- attention -----------------------------------------------------------------------------
+
+    def forward_decode(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
+    ):
+        """q [B, H*D], k and v [B, Hk*D], post-RoPE -> [B, H*D]."""
+        q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.step.layer(
+            view,
+            self.tokens,
+            q,
+            k,
+            v,
+            self.req_to_token,
+            out,
+            scale=layer.scaling,
+            logit_cap=layer.logit_cap or 0.0,
+        )
+        return out.flatten(1)
+
+    def forward_extend(
+        self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
+    ):
+        """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D]."""
+        q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
+        plan = self.extend
+        out = self._output(q, forward_batch)
+        fresh = dict(cu_q=plan.cu_fresh, cu_k=plan.cu_fresh, max_q=plan.longest, max_k=plan.longest)
+        shape = dict(scale=layer.scaling, logit_cap=layer.logit_cap)
+        to = torch.empty_like(out) if plan.tiles else out
+        lse = self.varlen(q, k, v, to, causal=True, **fresh, **shape)
+        if plan.tiles:
+            self._add_prefix(view, q, to, lse, out, shape)
+        if self.pool.observer:
+            self.pool.observer(self.pool.index[layer.layer_id], q, k, v, out)
+        store(view, self.tokens, q, k, v, None, triton_only=not self.decode_attention.cuda)
+        return out.flatten(1)
+
+    def _output(self, q: torch.Tensor, forward_batch) -> torch.Tensor:
+        """Where SGLang's prefill graph wants the result, or a new tensor like q [T, H, D]."""
+        given = getattr(forward_batch, "_attn_output", None)
+        return (
+            torch.empty_like(q, memory_format=torch.contiguous_format)
+            if given is None
+            else given.view(q.shape)
+        )
+
+    def _add_prefix(self, view, q, fresh, fresh_lse, out, shape) -> None:
+        """Merge attention over the cached prefix and that over the fresh tokens into ``out``."""
+        tiles, q_rot = self.extend.tiles, rotate_queries(q, view.q_matrix)
+        if len(tiles) == 1:  # it covers every query
+            part, lse = self._attend_tile(view, tiles[0], q_rot, shape)
+        else:
+            part = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+            lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+            for tile in tiles:
+                mine = part[tile.queries], lse[tile.queries]
+                accumulate(*mine, *self._attend_tile(view, tile, q_rot[tile.queries], shape))
+        join_prefix(part, lse, fresh, fresh_lse, view.params.r_v, out)
+
+    def _attend_tile(self, view, tile: Tile, q_rot: torch.Tensor, shape):
+        """Attention of the tile's queries over its prefixes, both rotated -> out, lse."""
+        keys, values = self.pool.scratch[:, : tile.tokens]
+        materialise(
+            view,
+            self.req_to_token,
+            tile.rows,
+            tile.starts,
+            tile.cu_k,
+            self.extend.hist_end[tile.requests],
+            tile.max_k,
+            keys,
+            values,
+        )
+        part = torch.empty_like(q_rot)
+        lse = self.varlen(
+            q_rot,
+            keys,
+            values,
+            part,
+            cu_q=tile.cu_q,
+            cu_k=tile.cu_k,
+            max_q=tile.max_q,
+            max_k=tile.max_k,
+            causal=False,
+            **shape,
+        )
+        return part, lse
+
+    def _rows(self, q, k, v, layer: RadixAttention, save_kv_cache, kwargs):
+        refuse_layer(layer, k, save_kv_cache, kwargs)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        return q, k, v, self.views[self.pool.index[layer.layer_id]]

@@ -1,0 +1,327 @@
+"""``--oscar-debug-tags`` on a GPU: the records of ``debug_tags`` in device tensors, checked in
+sampled steps.
+
+Kernels cannot be watched while they read, least of all inside a CUDA graph. So everything happens
+between two forwards, where SGLang prepares metadata:
+
+    seal    the last forward's tokens get their records: chain, position, checksum of the layer-0
+            bytes that now lie at their slot, ring, sink and sink-cache rows
+    start   a request that takes a row on a cached prefix: its slots must hold one unbroken sequence
+            from position 0, and its sink rows what the sink cache holds
+    check   in every ``every``-th step: at every address of every request's context, identity and
+            bytes must be those of its own tokens, and the kernels, run on the cache as it is, must
+            read the same rows as the reference (``gpu_probe``)
+    begin   what the coming forward will write
+
+A chain is here a running sum of hashes of (token, position), which is parallel where a chain of
+hashes is not. A row keeps the chain of its last token only; earlier ones are summed up again from
+the slots' tokens, so that a foreign token anywhere changes the last one. Addresses and boundaries
+are computed here and not asked from the code under test. Nothing but a check waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.reference import Segments
+from .debug_tags import OwnershipError, Places, checksum, coded_sums, complaint
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_EVERY = 16
+BYTES_PER_SLOT = 32  # of ``slots`` and ``token``
+# Forwards of warm-up before ``arm``: a few for each captured size. Real ones soon are more.
+UNARMED_STEPS = 2000
+_SUM_BYTES = 1 << 23  # rows checksummed at a time; each byte is widened to 8
+
+
+def link(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What a token adds to the chain of its sequence, int64 with wrap-around."""
+    x = (tokens + 1) * 0x1E3779B97F4A7C15 + (positions + 1) * 0x42B2AE3D27D4EB4F
+    x = (x ^ x >> 31) * 0x165667B19E3779F9
+    x = (x ^ x >> 29) * 0x27D4EB2F165667C5
+    return x ^ x >> 32
+
+
+class Flat(NamedTuple):
+    """Tokens of several requests, one after the other, all [T]; ``first`` is an index into T."""
+
+    request: torch.Tensor
+    first: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, lens: torch.Tensor, total: int) -> Flat:
+        """``lens`` [B] tokens from position ``starts`` [B] on; ``total`` their sum."""
+        index = torch.arange(len(lens), device=lens.device)
+        request = torch.repeat_interleave(index, lens, output_size=total)
+        first = (lens.cumsum(0) - lens)[request]
+        position = torch.arange(total, device=lens.device) - first + starts[request]
+        return cls(request, first, position)
+
+    def chains(self, tokens: torch.Tensor, previous: torch.Tensor | int) -> torch.Tensor:
+        """``previous`` [T]: chain before the request's first token here."""
+        added = link(tokens, self.position)
+        total = added.cumsum(0)
+        return total - (total - added)[self.first] + previous
+
+
+class Fresh(NamedTuple):
+    """What the forward under way writes, [T]. Addresses of rows that it does not write are the
+    padding row's first, which nobody reads. ``begun``: earlier slots of blocks that it may seal."""
+
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    chains: torch.Tensor
+    positions: torch.Tensor
+    sink: torch.Tensor
+    ring: torch.Tensor
+    cache: torch.Tensor
+    begun: torch.Tensor
+
+
+class GpuTags:
+    """One a pool. Works on any device; silent until ``arm``: what graph capture and warm-up run is
+    no request."""
+
+    def __init__(self, seg: Segments, req_to_token: torch.Tensor, every: int) -> None:
+        w, device = seg.windows, req_to_token.device
+        self.seg, self.table, self.every, self.device = seg, req_to_token, every, device
+        self.n_sink, self.n_recent = w.windows.n_sink, w.windows.n_recent
+        rows, self.cache_rows, self.block = len(w.recent_start), len(seg.sinks.tag), seg.spec.block
+
+        def zeros(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=torch.int64, device=device)
+
+        slots = seg.history.num_slots
+        self.slots = Places("history slot", slots, device=device)
+        self.sink = Places("sink row", rows * self.n_sink, device=device)
+        self.ring = Places("ring row", rows * self.n_recent, device=device)
+        # The last one takes what no row of the cache takes.
+        self.cache = Places("sink-cache row", self.cache_rows + 1, device=device)
+        self.cache_slot = zeros(self.cache_rows + 1) - 1
+        self.token = zeros(slots)
+        self.row_chain, self.row_length, self.row_start = zeros(rows), zeros(rows), zeros(rows)
+        self.fresh: Fresh | None = None
+        self.armed = False
+        self.unarmed_steps = 0
+        self.steps = self.checked_steps = self.checked_tokens = self.probed_requests = 0
+
+    def arm(self) -> None:
+        self.armed = True
+
+    def live(self) -> bool:
+        """Whether the step that begins is a request's. Raises OwnershipError where ``arm`` was
+        forgotten: a server would say that tags are on while nothing is checked."""
+        self.unarmed_steps += not self.armed
+        if self.unarmed_steps > UNARMED_STEPS:
+            raise OwnershipError(
+                f"--oscar-debug-tags is on, but nothing has been checked in {UNARMED_STEPS} steps: "
+                "the checks were never armed (oscar_sglang.plugin.metrics.after_init has not run); "
+                "reinstall oscar-sglang, or drop the flag"
+            )
+        return self.armed
+
+    def stats(self) -> dict[str, int]:
+        names = ("every", "steps", "checked_steps", "checked_tokens", "probed_requests")
+        return {name: getattr(self, name) for name in names}
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _sums(self, places: Places, address: torch.Tensor) -> torch.Tensor:
+        """Checksums [n] of what now lies at ``address`` [n]."""
+        seg, exact = self.seg, {"sink row": "sink", "ring row": "recent"}.get(places.name)
+        if places is self.slots:
+            size = seg.history.layouts[0].bytes_per_slot
+        else:
+            rows = (
+                (seg.sinks.k[0], seg.sinks.v[0])
+                if exact is None
+                else [getattr(seg.windows, f"{exact}_{x}")[0].flatten(0, 1) for x in "kv"]
+            )
+            size = 2 * rows[0][0].numel() * rows[0].element_size()
+        sums = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        for part in address.split(max(1, _SUM_BYTES // size)):
+            if places is self.slots:
+                sums.append(coded_sums(*seg.history.read(0, part)))
+                if self.block > 1:
+                    sums[-1] += checksum(seg.history.channels[0][part // self.block])
+            else:
+                sums.append(checksum(*(x[part.clamp_max(len(x) - 1)] for x in rows)))
+        return torch.cat(sums)
+
+    def seal(self) -> None:
+        """Before anything of the next step is written."""
+        fresh, self.fresh = self.fresh, None
+        if fresh is None:
+            return
+        for places, address in (
+            (self.slots, fresh.slots),
+            (self.sink, fresh.sink),
+            (self.ring, fresh.ring),
+            (self.cache, fresh.cache),
+        ):
+            places.put(address, fresh.chains, fresh.positions, self._sums(places, address))
+        # A block codec writes a token's codes with the last of its block.
+        self.slots.bytes[fresh.begun] = self._sums(self.slots, fresh.begun)
+        self.token[fresh.slots] = fresh.tokens
+        self.cache_slot[fresh.cache] = fresh.slots
+
+    def start(self, rows, prefix, started, prefix_cpu: list[int]) -> None:
+        """rows, prefix, started [B]: of an extend batch, after sinks were restored."""
+        length, begun = self.row_length[rows], self.row_start[rows]
+        # Tokens beyond the prefix were written and given up: they overwrote older ring rows.
+        cut = ~started & (prefix < length)
+        lost = torch.minimum(torch.maximum(begun, length - self.n_recent), prefix)
+        begun = torch.where(cut, torch.maximum(begun, lost), begun)
+        self.row_start[rows] = torch.where(started, prefix, begun)
+        self.row_length[rows] = torch.where(started | cut, prefix, length)
+        last = torch.zeros_like(prefix)
+        if total := sum(prefix_cpu):
+            flat = Flat.of(torch.zeros_like(prefix), prefix, total)
+            slots = self.table[rows[flat.request], flat.position].long()
+            chains = flat.chains(self.token[slots], 0)
+            mine, where = (started | cut)[flat.request], (rows[flat.request], flat.position)
+            self._compare(self.slots, where, slots, chains, mine)
+            end = prefix.cumsum(0) - 1
+            last = torch.where(prefix > 0, chains[end.clamp_min(0)], 0)
+            self._restored(rows, prefix, started)
+        self.row_chain[rows] = torch.where(started | cut, last, self.row_chain[rows])
+
+    def _restored(self, rows, prefix, started) -> None:
+        """Record the sink rows that requests got from their prefix; from the sink cache where it
+        has them, decoded where not."""
+        n = min(self.n_sink, self.table.shape[1])
+        position = torch.arange(n, device=self.device).expand(len(rows), n)
+        given = (started[:, None] & (position < prefix[:, None])).flatten()
+        slots = torch.where(given, self.table[rows, :n].long().flatten(), 0)
+        row = rows[:, None].expand(-1, n).flatten()
+        position = position.flatten()
+        address = torch.where(given, row * self.n_sink + position, 0)
+        cached, chains = slots % self.cache_rows, self.slots.chain[slots]
+        hit = given & (self.cache_slot[cached] == slots)
+        sums = self._sums(self.sink, address)
+        self._compare(self.cache, (row, position), cached, chains, hit, sums)
+        self.sink.put(address, chains, position, sums)
+
+    def begin(self, rows, prefix, ends, tokens, slots) -> None:
+        """rows, prefix, ends [B], tokens, slots [T] of the coming forward."""
+        tokens, slots = tokens.long().clone(), slots.long().clone()  # SGLang's own buffers move on
+        flat = Flat.of(prefix, ends - prefix, len(slots))
+        known = self.row_length[rows] == prefix
+        previous = torch.where(known, self.row_chain[rows], -1)  # -1: no check will agree
+        chains = flat.chains(tokens, previous[flat.request])
+        position, row = flat.position, rows[flat.request]
+        in_sink = position < self.n_sink
+        in_ring = position >= ends[flat.request] - self.n_recent
+        self.fresh = Fresh(
+            slots,
+            tokens,
+            chains,
+            position,
+            torch.where(in_sink, row * self.n_sink + position, 0),
+            torch.where(in_ring, row * self.n_recent + position % self.n_recent, 0),
+            self._cache_rows_of(slots, in_sink & (slots > 0)),
+            self._begun(rows, prefix),
+        )
+        self.row_chain[rows] = chains[(ends - prefix).cumsum(0) - 1]
+        self.row_length[rows] = ends
+
+    def _cache_rows_of(self, slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Sink-cache row of each slot; of those that share one the last gets it."""
+        order = torch.arange(len(slots), device=self.device)
+        row = torch.where(wanted, slots % self.cache_rows, self.cache_rows)
+        last = torch.zeros_like(self.cache_slot).scatter_reduce(0, row, order, "amax")
+        return torch.where(last[row] == order, row, self.cache_rows)
+
+    def _begun(self, rows: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+        """Slots [B * block] of the tokens of unfinished blocks; 0 where there is none."""
+        if self.block == 1:
+            return rows[:0]
+        first = prefix - prefix % self.block
+        position = first[:, None] + torch.arange(self.block, device=self.device)
+        slots = self.table[rows[:, None], position.clamp_max(self.table.shape[1] - 1)].long()
+        return torch.where(position < prefix[:, None], slots, 0).flatten()
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Counts a step; whether it is one to check."""
+        self.steps += 1
+        return self.steps % self.every == 0
+
+    def boundary(self, prefix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """First position [B] after the sink that the next token of a request reads exactly."""
+        low = torch.maximum(self.row_start[rows], prefix + 1 - self.n_recent)
+        return (low + (-low) % self.block).clamp_min(self.n_sink)
+
+    def check(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
+        """rows, prefix [B]: everything that attention is about to read of the cache."""
+        real = (rows > 0) & (prefix > 0)
+        rows, prefix = rows[real], prefix[real]
+        self._check_rows(rows, prefix)
+        total = int(prefix.sum())
+        flat = Flat.of(torch.zeros_like(prefix), prefix, total)
+        row, position = rows[flat.request], flat.position
+        where = row, position
+        slots = self.table[row, position].long()
+        chains = flat.chains(self.token[slots], 0)
+        everywhere = torch.ones_like(slots, dtype=torch.bool)
+        self._compare(self.slots, where, slots, chains, everywhere)
+        if total:
+            end = prefix.cumsum(0) - 1
+            broken = chains[end] != self.row_chain[rows]
+            self._raise_if(broken, lambda i: f"its {int(prefix[i])} slots are another's", rows)
+        exact = self.boundary(prefix, rows)[flat.request]
+        for places, part, address in (
+            (self.sink, position < self.n_sink, row * self.n_sink + position),
+            (self.slots, (position >= self.n_sink) & (position < exact), slots),
+            (self.ring, position >= exact, row * self.n_recent + position % self.n_recent),
+        ):
+            part = part.nonzero().squeeze(-1)
+            address = address[part]
+            sums = self._sums(places, address)
+            at = row[part], position[part]
+            self._compare(places, at, address, chains[part], everywhere[part], sums)
+        self.checked_steps += 1
+        self.checked_tokens += total
+
+    def _check_rows(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
+        seen, begun = self.row_length[rows], self.row_start[rows]
+
+        def unseen(i: int) -> str:
+            return (
+                f"continues at position {int(prefix[i])}, but {int(seen[i])} of its tokens were "
+                "seen"
+            )
+
+        self._raise_if(seen != prefix, unseen, rows)
+        ring = self.seg.windows.recent_start[rows]
+        text = "its ring begins at position {}, expected {}".format
+        self._raise_if(ring != begun, lambda i: text(int(ring[i]), int(begun[i])), rows)
+
+    def _compare(self, places, where, address, chains, mask, sums=None) -> None:
+        """Wherever ``mask`` [n] says so, the place at ``address`` holds the token at ``where``
+        (row, position), and the bytes that were found there are those of its record."""
+        row, position = where
+        identity = (places.position[address] != position) | (places.chain[address] != chains)
+        wrong = identity if sums is None else identity | (places.bytes[address] != sums)
+
+        def what(i: int) -> str:
+            shared = places is self.slots or places is self.cache
+            per_row = 1 if shared else len(places.chain) // len(self.row_start)
+            index = int(address[i]) if shared else int(address[i]) % per_row
+            owner = None if shared else int(address[i]) // per_row
+            held, wanted = int(places.position[address[i]]), int(position[i])
+            return complaint(places, owner, index, held, wanted, bool(identity[i]))
+
+        self._raise_if(wrong & mask, what, row)
+
+    def _raise_if(self, wrong: torch.Tensor, what, rows: torch.Tensor) -> None:
+        if not bool(wrong.any()):
+            return
+        i = int(wrong.nonzero()[0])
+        raise OwnershipError(f"request row {int(rows[i])}: {what(i)} ({int(wrong.sum())} in all)")
