@@ -21,10 +21,6 @@ from ..artifact.file import Artifact
 from ..kernels.codec import (
     CodecSpec,
     LayerParams,
-    decode_k,
-    decode_v,
-    encode_k,
-    encode_v,
     rotate,
 )
 from ..kernels.layout import WindowLayout
@@ -42,9 +38,9 @@ def quantise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the cache returns for k, v [T, Hk, D] at ``positions`` [T]: float32, still rotated by
     r_k, r_v."""
-    k_rows = encode_k(spec, params, rotate(k.float(), params.r_k), positions)
-    v_rows = encode_v(spec, params, rotate(v.float(), params.r_v))
-    return decode_k(spec, params, k_rows, positions), decode_v(spec, params, v_rows)
+    k_rows = spec.encode_k(params, rotate(k.float(), params.r_k), positions)
+    v_rows = spec.encode_v(params, rotate(v.float(), params.r_v))
+    return spec.decode_k(params, k_rows, positions), spec.decode_v(params, v_rows)
 
 
 class _Memo(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +20,9 @@ from urllib.parse import parse_qsl, urlencode
 KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
-CODEC_NAMES = (
-    "feedback", "accurate", "compact", "accurate-compact", "position", "aligned", "oscar",
-    "lloyd", "omni",
-)  # fmt: skip
 _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
+    "parked_rows",
 )  # fmt: skip
 PREFIX_WINDOWS = ("reuse", "recompute", "park")
 PREFILL_ATTENTION = ("fa3", "flashinfer")
@@ -45,6 +43,22 @@ class OscarError(ValueError):
     """A user's mistake or an unsupported combination; the message says what to do."""
 
 
+class CodecNames:
+    """Names of ``codec.CODECS``, looked up when they are asked for: a parser that offers them is
+    built without torch."""
+
+    def __iter__(self) -> Iterator[str]:
+        from .kernels.codec import CODECS
+
+        return iter(CODECS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
+
+
+CODEC_NAMES = CodecNames()
+
+
 @dataclass(frozen=True)
 class OscarConfig:
     """What the user asked for. ``None`` means "chosen at start-up".
@@ -61,6 +75,8 @@ class OscarConfig:
                        (``parking.py``), and recompute only where it is gone. Default:
                        recompute, but reuse in hybrid models: their linear layers can only go on
                        from where a state was kept, which is seldom ``recent_tokens`` earlier
+    parked_rows        with "park", request rows beside those of running requests, whose rings
+                       outlive their requests
     prefill_attention  library of prefill attention on a GPU, of PREFILL_ATTENTION (default: the
                        first that the GPU has)
     debug_tags         check reads against what was written (``watch/``)
@@ -82,6 +98,7 @@ class OscarConfig:
     sink_cache_tokens: int | None = None
     scratch_tokens: int | None = None
     prefix_window: str | None = None
+    parked_rows: int | None = None
     prefill_attention: str | None = None
     debug_tags: bool = False
     debug_tags_every: int | None = None
@@ -91,7 +108,7 @@ class OscarConfig:
     bits: float | None = None
 
     def __post_init__(self) -> None:
-        if self.codec not in (None, *CODEC_NAMES):
+        if self.codec is not None and self.codec not in CODEC_NAMES:
             raise OscarError(
                 f"--oscar-codec {self.codec!r} is unknown; choose one of {', '.join(CODEC_NAMES)}"
             )
@@ -114,6 +131,8 @@ class OscarConfig:
             raise OscarError(
                 f"{flag('debug_tags_every')} needs {flag('debug_tags')}; add or drop it"
             )
+        if self.parked_rows is not None and self.prefix_window != "park":
+            raise OscarError(f"{flag('parked_rows')} needs {flag('prefix_window')} park")
         for name, values in OMNI_CHOICES.items():
             value = getattr(self, name)
             if value not in (None, *values):
@@ -168,12 +187,15 @@ class OscarConfig:
 
     def with_weight_update(self, codec: str) -> OscarConfig:
         """With the default of ``codec``. Raises OscarError for what it cannot do."""
-        if codec == "position" and self.on_weight_update == "recalibrate":
+        from .kernels.codec import CODECS
+
+        mixed = CODECS[codec].meta.mixed
+        if mixed and self.on_weight_update == "recalibrate":
             raise OscarError(
-                f"{flag('on_weight_update')} recalibrate is not built for codec position, whose "
+                f"{flag('on_weight_update')} recalibrate is not built for codec {codec}, whose "
                 "bits would move between layers in a running cache; give keep or refuse"
             )
-        default = "keep" if codec == "position" else "recalibrate"
+        default = "keep" if mixed else "recalibrate"
         return replace(self, on_weight_update=self.on_weight_update or default)
 
     def with_prefix_window(self, hybrid: bool) -> OscarConfig:
@@ -229,7 +251,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("codec"),
         choices=CODEC_NAMES,
-        help=f"2-bit codec (default: the artifact's, else {DEFAULT_CODEC})",
+        metavar="CODEC",
+        help=f"2-bit codec: %(choices)s (default: the artifact's, else {DEFAULT_CODEC})",
     )
     add(
         flag("artifact"),
@@ -255,6 +278,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after a prefix hit read the recent window as codes, compute it again exactly, or "
         "take it over from the request that left it (default recompute; reuse in models with "
         "linear-attention layers)",
+    )
+    add(
+        flag("parked_rows"),
+        type=int,
+        help="with --oscar-prefix-window park, rows that keep windows of requests that are gone, "
+        "beside the free ones (default: one per running request, at most 1/32 of the memory)",
     )
     add(
         flag("prefill_attention"),

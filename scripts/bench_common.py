@@ -70,7 +70,7 @@ def scattered_slots(tokens: int, page: int) -> torch.Tensor:
 def spec_of(codec_name: str, dim: int, bits: tuple[int, int] = (2, 2)) -> codec.CodecSpec:
     """A codec as a layer with RoPE has it; ``bits`` of K and V, where they can be chosen."""
     spec = codec.CODECS[codec_name]
-    if spec.meta != "position":
+    if spec.meta.name != "position":
         return spec
     theta = [1e6 ** (-2 * i / dim) for i in range(dim // 2)]
     options = {"rope": vars(codec.Rope.of(theta, dim)), "bits": [bits]}
@@ -85,7 +85,7 @@ def random_params(
     factor = (torch.randn(kv_heads, dim, dim, device=DEV) * spread).triu(1)
     a = torch.randn(kv_heads, dim, dim, device=DEV) / dim**0.5
     r_k = torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q
-    grid = _POSITION_GRID if spec.meta == "position" else _GRID
+    grid = _POSITION_GRID if spec.meta.name == "position" else _GRID
     made = {
         "r_k": r_k,
         "q_k": r_k,  # of an orthogonal matrix the inverse transposed
@@ -126,7 +126,7 @@ class Cache:
         self.tokens = -(-context // unit) * unit
         slots = requests * self.tokens + unit
         store = HistoryStore(layout, 1, slots, DEV)
-        self._randomise(store, spec.meta)
+        self._randomise(store, spec.meta.name)
         params = random_params(spec, kv_heads, dim)
         window = WindowStore(self.windows, layout, 1, requests + 1, torch.bfloat16, DEV)
         for x in (window.sink_k, window.sink_v, window.recent_k, window.recent_v):

@@ -183,8 +183,8 @@ def check_store(cache: Cache) -> None:
     store(view, where, q, k, v, q_rot)
     params = view.params
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
-    key = codec.encode_k(view.spec, params, k_rot, where.positions)
-    want = key, codec.encode_v(view.spec, params, v_rot)
+    key = view.spec.encode_k(params, k_rot, where.positions)
+    want = key, view.spec.encode_v(params, v_rot)
     for got, rows in zip(cache.seg.history.read(0, where.slots), want, strict=True):
         same = (got.packed == rows.packed).all(-1) & (got.meta == rows.meta).all(-1)
         if same.float().mean() < 0.97:

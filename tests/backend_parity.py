@@ -136,6 +136,7 @@ def main(model: str, codec: str, every: str) -> None:
 
     splits = several_splits()
     from oscar_sglang.kernels.decode import DecodeAttention
+    from oscar_sglang.plugin.seam import config_of
     from oscar_sglang.pool.gpu_backend import OscarGpuBackend
 
     plan = runner.pool.setup.plan
@@ -150,7 +151,7 @@ def main(model: str, codec: str, every: str) -> None:
         device="cpu",
         block=block,
     )
-    backend = OscarGpuBackend(runner.runner)
+    backend = OscarGpuBackend(runner.runner, config_of(runner.runner.server_args))
     runner.runner.attn_backend = backend
     backend._watch(int(every))
     runner.pool.tags.arm()

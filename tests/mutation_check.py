@@ -110,8 +110,8 @@ POOL_FAULTS = {
     ),
     "keys encoded for another tile": Fault(
         "reference.py",
-        "encode_k(spec, params, k_rot, batch.positions)",
-        "encode_k(spec, params, k_rot, batch.positions + 16)",
+        "spec.encode_k(params, k_rot, batch.positions)",
+        "spec.encode_k(params, k_rot, batch.positions + 16)",
     ),
     "keys decoded for another tile": Fault(
         "reference.py",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from oscar_sglang.kernels import codec, codec_omni, reference
-from oscar_sglang.kernels.codec import CODECS, LayerParams
+from oscar_sglang.kernels.codec import CODECS, LayerParams, with_rope
 from oscar_sglang.kernels.codec_position import Rope
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
@@ -102,8 +102,8 @@ class Machine:
         factor = (torch.randn(1, D, D, generator=g) * 0.02).triu(1)
         params = LayerParams(q[0], q[1], factor if spec.k_feedback else None)
         layer_spec = spec
-        if spec.meta == "position":
-            layer_spec = replace(spec, rope=Rope.of([0.5**i for i in range(D // 2)], D))
+        if spec.meta.name == "position":
+            layer_spec = with_rope(spec, Rope.of([0.5**i for i in range(D // 2)], D))
             params = params._replace(
                 metric=torch.eye(D)[None],
                 grid=torch.tensor([-5.0, -4.0, 8 / 255]).repeat(1, 2, 1),
@@ -147,11 +147,11 @@ class Machine:
         k, v = codec.rotate(self.bank[1], params.r_k), codec.rotate(self.bank[2], params.r_v)
         (spec,) = self.seg.specs
         keys = []
-        for position in range(self.context if spec.meta == "position" else 1):
+        for position in range(self.context if spec.meta.name == "position" else 1):
             at = torch.full((len(k),), position)
-            hat = codec.decode_k(spec, params, codec.encode_k(spec, params, k, at), at)
+            hat = spec.decode_k(params, spec.encode_k(params, k, at), at)
             keys.append(codec.rotate(hat, params.k_back))
-        v = codec.decode_v(spec, params, codec.encode_v(spec, params, v))
+        v = spec.decode_v(params, spec.encode_v(params, v))
         return [torch.stack(keys), codec.rotate(v, params.r_v.mT)]
 
     def _coded(self, ids: torch.Tensor) -> list[torch.Tensor]:

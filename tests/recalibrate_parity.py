@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
 import torch  # noqa: E402
 from inprocess import Runner  # noqa: E402  (first: it prepares a machine without a GPU)
 
-from oscar_sglang.calibration import calibrate_codecs  # noqa: E402
+from oscar_sglang.calibration import Plan, calibrate  # noqa: E402
 from oscar_sglang.calibration.collect import collect, load_model  # noqa: E402
 from oscar_sglang.calibration.fit import fit_layer, k_error, v_error  # noqa: E402
 from oscar_sglang.plugin import recalibrate  # noqa: E402
@@ -19,7 +19,7 @@ from oscar_sglang.plugin import recalibrate  # noqa: E402
 CODEC, TOKENS, LONGEST = "compact", 2048, 1024
 
 model, other = Path(sys.argv[1]), Path(sys.argv[2])
-artifact = calibrate_codecs(other, [CODEC], "random:1024", TOKENS)[CODEC]
+artifact = calibrate(Plan(other, "random:1024", TOKENS), CODEC)
 artifact.fingerprint = type(artifact.fingerprint).of(model)  # as after an update of the weights
 path = model.parent / "other.st"
 artifact.save(path)

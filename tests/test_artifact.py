@@ -46,11 +46,11 @@ def make(codec: str = "feedback", fingerprint: Fingerprint = FINGERPRINT) -> Art
             "grid": torch.tensor([-8.0, -4.0, 0.03]).repeat(h, 2, 1),
             "mean": torch.randn(h, d, generator=g),
         }
-        if CODECS[codec].meta == "position":
+        if CODECS[codec].meta.name == "position":
             tensors["q_k"] = torch.linalg.inv(tensors["r_k"].double()).mT.float().contiguous()
         layers.append(LayerParams(**{n: tensors[n] for n in CODECS[codec].tensors(d)}))
     options = {"damping": 0.05}
-    if CODECS[codec].meta == "position":
+    if CODECS[codec].meta.name == "position":
         options["rope"] = json.loads(json.dumps(dataclasses.asdict(Rope.of((1.0, 0.1), d))))
         options |= {"rope_free": [0], "bits": [[2, 4], [4, 2]]}
     return Artifact(fingerprint, codec, options, layers, {"tokens": 1, "data": "é"})
@@ -355,7 +355,7 @@ def test_options_of_omni(path, norm, rotation):
     artifact = art.data_free(FINGERPRINT, "omni", chosen)
     artifact.save(path)
     loaded = art.load(path)
-    assert loaded.options == chosen and loaded.spec.token_norm == (norm == "head")
+    assert loaded.options == chosen and loaded.spec.meta.token_norm == (norm == "head")
     plain = torch.equal(loaded.layers[0].r_k[0], torch.eye(16))
     assert plain == (rotation == "none")
     other = art.data_free(FINGERPRINT, "omni", {**chosen, "norm": "none"})

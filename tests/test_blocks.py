@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from oscar_sglang.calibration.methods import METHODS
-from oscar_sglang.kernels import codec, codec_omni, reference
+from oscar_sglang.kernels import codec_omni, reference
 from oscar_sglang.kernels.codec import CODECS, LayerParams, Rows
 from oscar_sglang.kernels.hadamard import hadamard
 from oscar_sglang.kernels.layout import WindowLayout
@@ -242,4 +242,4 @@ def test_bytes(head_dim, bits):
 
 def test_keys_of_a_block_codec_have_no_codes_of_their_own():
     with pytest.raises(ValueError, match="in blocks"):
-        codec.encode_k(OMNI, LayerParams(torch.eye(D), torch.eye(D)), torch.zeros(1, 1, D))
+        OMNI.encode_k(LayerParams(torch.eye(D), torch.eye(D)), torch.zeros(1, 1, D))

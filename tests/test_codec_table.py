@@ -9,8 +9,6 @@ import pytest
 
 from oscar_sglang.config import OscarConfig
 from oscar_sglang.kernels.codec import CODECS
-from oscar_sglang.kernels.codec_position import table_bytes
-from oscar_sglang.kernels.means import floats_per_head
 from oscar_sglang.pool.sizing import ROW_SLACK, make_plan
 
 README = Path(__file__).parents[1] / "README.md"
@@ -33,14 +31,14 @@ def test_bits_are_those_of_the_plan_a_server_makes(codec):
     # A store of a row at head_dim 128: 32 bytes of codes and the metadata, for K and for V.
     # omni: a norm and V's two numbers; step and lo of 128 channels over 128 tokens.
     meta = {"affine": 8, "compact": 4, "position": 4, "scale": 4, "channel": 6 + 4}[
-        CODECS[codec].meta
+        CODECS[codec].meta.name
     ]
     assert plan.bytes_per_token == 36 * 8 * (64 + meta)
     floats = sum(t.numel() for t in _tensors(codec)) // 8
     tables = 0
-    if CODECS[codec].meta == "position":  # what its kernels derive
-        floats += floats_per_head(128)
-        tables = table_bytes(128, 131072 + ROW_SLACK)
+    if CODECS[codec].meta.name == "position":  # lift, metric in FP16; mix; partner; units
+        floats += 2 * 128 * 128 // 2 + 2 * 128 + 128 + 2
+        tables = (131072 + ROW_SLACK) // 16 * 128 * 2
     assert plan.codec_bytes == 36 * 8 * 4 * floats + tables
 
 

@@ -216,7 +216,7 @@ def test_heads_with_their_own_outliers_need_their_own_rotation(moments):
         params = fit_layer(m, "aligned").params
         k_rot = codec.rotate(k, params.r_k)
         spec = codec.CODECS["aligned"]
-        hat = codec.decode_k(spec, params, codec.encode_k(spec, params, k_rot))
+        hat = spec.decode_k(params, spec.encode_k(params, k_rot))
         errors.append(float((hat - k_rot).square().mean()))
     assert errors[1] > 5 * errors[0]
 

@@ -181,8 +181,9 @@ def test_the_interval():
 def test_no_interval_on_a_cpu():
     from types import SimpleNamespace
 
-    from oscar_sglang.plugin.startup import finish_arguments
+    from oscar_sglang.plugin.startup import Chosen, finish_arguments
 
     args = SimpleNamespace(device="cpu", page_size=1)
     with pytest.raises(OscarError, match="checks every step on a CPU"):
-        finish_arguments(None, args, OscarConfig(debug_tags=True, debug_tags_every=4))
+        config = OscarConfig(debug_tags=True, debug_tags_every=4)
+        finish_arguments(None, args, config, Chosen(None, "feedback", 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import llama, qwen3, random_ids
 
-from oscar_sglang.calibration import CalibrationError, QuantisedCache, calibrate
+from oscar_sglang.calibration import CalibrationError, Plan, QuantisedCache, calibrate
 from oscar_sglang.calibration.attention import causal_attention, replaced_attention
 from oscar_sglang.calibration.collect import load_model
 from oscar_sglang.calibration.emulate import quantise
@@ -27,7 +27,7 @@ def model(model_dir):
 
 @pytest.fixture(scope="module")
 def artifact(model_dir):
-    return calibrate(model_dir, tokens=600)
+    return calibrate(Plan(model_dir, tokens=600))
 
 
 def _brute_force(artifact, ends: torch.Tensor, n_sink: int):

@@ -22,7 +22,7 @@ from oscar_sglang.calibration.data import load_tokens
 from oscar_sglang.calibration.fit import fit_layer
 from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.calibration.widths import probe_ids
-from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
+from oscar_sglang.kernels.codec import CODECS, rotate
 from oscar_sglang.calibration.sglang_engine import collect_in_sglang
 
 if "qwen3.5" in sys.argv[1]:
@@ -54,8 +54,8 @@ for a, b in zip(inside, outside, strict=True):
     spec = CODECS["feedback"]
     p, r = (fit_layer(m, "feedback").params for m in (a, b))
     for code, held, m, n in (
-        (lambda q, y: encode_k(spec, q, y), b.held_k, p.r_k, r.r_k),
-        (lambda q, y: encode_v(spec, q, y), b.held_v, p.r_v, r.r_v),
+        (lambda q, y: spec.encode_k(q, y), b.held_k, p.r_k, r.r_k),
+        (lambda q, y: spec.encode_v(q, y), b.held_v, p.r_v, r.r_v),
     ):
         one, two = code(p, rotate(held, m)).packed, code(r, rotate(held, n)).packed
         differ += int((one != two).sum())

@@ -1,7 +1,7 @@
 // What the CUDA kernels share: types, the block layout, instructions. Put before each of them by
 // driver.py; compiled at run time for one shape, without headers, so without a toolkit:
 // HEAD_DIM (64, 128), KV_HEADS, GROUP (query heads per KV head), WINDOW_BF16 (the model's dtype is
-// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS), K_BITS, V_BITS (of a code; 2, or 4 of
+// bf16, else fp16), META_FORM (what a token's metadata are: AFFINE, COMPACT, .., numbers of tile.FORMS), K_BITS, V_BITS (of a code; 2, or 4 of
 // POSITION).
 
 typedef unsigned int u32;
@@ -15,11 +15,6 @@ typedef long long i64;
 #define DYNAMIC_SHARED(type, name, alignment) extern __shared__ __align__(alignment) type name[]
 #endif
 #define UNROLL _Pragma("unroll")
-#define AFFINE 0
-#define COMPACT 1
-#define SCALE 2
-#define CHANNEL 3
-#define POSITION 4
 
 constexpr int D = HEAD_DIM, HK = KV_HEADS, G = GROUP;
 constexpr int NJ = D / 16;              // 16-channel tiles of a row

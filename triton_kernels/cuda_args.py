@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .codec_accurate import Accurate
 from .tile import FORMS
 from .views import LayerView
 
@@ -19,7 +20,8 @@ def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
         ("KV_HEADS", view.kv_heads),
         ("GROUP", heads // view.kv_heads),
         ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
-        ("META_FORM", FORMS[view.spec.meta]),
+        ("META_FORM", view.spec.meta.form),
+        *((name.upper(), form) for name, form in FORMS.items()),
         ("K_BITS", view.spec.k_bits),
         ("V_BITS", view.spec.v_bits),
     )
@@ -58,7 +60,7 @@ def code_defines(view: LayerView) -> tuple[tuple[str, int], ...]:
         ("K_RANK", int(spec.k_range.kind == "rank")),
         ("V_RANK", int(spec.v_range.kind == "rank")),
         ("FEEDBACK", int(spec.k_feedback)),
-        ("ACCURATE", int(spec.search == "accurate")),
+        ("ACCURATE", int(isinstance(spec.search, Accurate))),
     )
 
 

@@ -15,8 +15,8 @@ def decode_rows(
     blocks, slot, ok, head, KV: tl.constexpr, grid, mean, FORM: tl.constexpr,
     TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]. ``mean``: w A [TB, D]
-    of POSITION's keys, else not read."""
+    """``CodecSpec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]. ``mean``: w A
+    [TB, D] of POSITION's keys, else not read."""
     values, step, lo = load_row(blocks, grid, slot, ok, head, KV, FORM, TB, Hk, D)
     if KV == 0 and FORM % 8 == POSITION:
         y = values * step[:, None] + lo[:, None] * mean

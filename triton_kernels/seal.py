@@ -161,6 +161,6 @@ def seal(view: LayerView, tokens: TokenBatch, k: torch.Tensor, v: torch.Tensor) 
         view.blocks.view(torch.uint16), view.channels, view.ring_k, view.ring_v,
         len(k), k.stride(0), v.stride(0), view.windows.n_sink, view.windows.n_recent,
         torch.finfo(view.ring_k.dtype).max,
-        view.spec.token_norm, group, view.kv_heads, view.head_dim,
+        view.spec.meta.token_norm, group, view.kv_heads, view.head_dim,
         num_warps=4, **({} if interpreted() else {"enable_fp_fusion": False}),
     )  # fmt: skip

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from . import cuda_store
-from .codec_accurate import MAX_GAIN, RATIOS
+from .codec_accurate import MAX_GAIN, RATIOS, Accurate
+from .codec_parts import Feedback, Round
 from .codec_position import SPREADS
 from .rows import plain_codes, rotate_rows, write_history, write_row
 from .seal import seal
@@ -40,8 +41,7 @@ from .views import LayerView, TokenBatch
 logger = logging.getLogger(__name__)
 
 _TOKENS = 16  # of a program: the least a tensor-core tile takes
-_ROUND, _FEEDBACK, _ACCURATE = map(tl.constexpr, range(3))
-_SEARCHES = {"round": 0, "feedback": 1, "accurate": 2, "unbiased": 3}
+_ROUND, _FEEDBACK, _ACCURATE = (tl.constexpr(s.number) for s in (Round, Feedback, Accurate))
 _LOW_RATIO, _HIGH_RATIO = map(tl.constexpr, RATIOS)
 _MAX_GAIN = tl.constexpr(MAX_GAIN)
 _SPREAD, _SPREAD_OF_4_BITS = map(tl.constexpr, (SPREADS[2], SPREADS[4]))
@@ -178,7 +178,7 @@ def _encode(
     y, ratio, rank, factor, metric, grid, head, KV: tl.constexpr, SEARCH: tl.constexpr,
     RANK_RULE: tl.constexpr, FORM: tl.constexpr, TB: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.encode_k`` / ``encode_v``: y [TB, D] -> codes int32, storable step and lo [TB]."""
+    """``CodecSpec.encode_k`` / ``encode_v``: y [TB, D] -> codes int32, storable step, lo [TB]."""
     if FORM == SCALE:
         step = row_scale(y, D)
         lo = tl.zeros_like(step)
@@ -325,7 +325,7 @@ def store(
         view.windows.n_sink, view.windows.n_recent,
         k_range.half_ratio, v_range.half_ratio, k_range.rank(dim), v_range.rank(dim),
         k_range.kind == "rank", v_range.kind == "rank",
-        _SEARCHES[view.spec.search], view.form, _TOKENS, kv_heads, group, dim,
+        view.spec.search.number, view.form, _TOKENS, kv_heads, group, dim,
         num_warps=4, **({} if interpreted() else {"enable_fp_fusion": False}),
     )  # fmt: skip
     return q_rot

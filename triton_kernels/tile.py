@@ -2,7 +2,7 @@
 
 Everything is row-major ``[rows, D]`` in natural channel order; a packed row is ``D/8`` 16-bit
 halves (``layout``). Block addresses count 16-bit units. FORM is what a row's metadata are
-(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT and POSITION one half of two bytes, SCALE one
+(``codec_parts.Metadata``): AFFINE two halves, COMPACT and POSITION one half of two bytes, SCALE one
 half, CHANNEL one of K and two of V; in bits 3 and 4 it says whether K's and V's codes have 4 bits.
 Every form is read as ``values * step + lo``: the values are the codes, the levels of
 ``codec_lloyd``, the unit keys of ``codec_omni``, whose step is the norm, or the codes of K of
@@ -17,11 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec_lloyd import INNER, OUTER, THRESHOLD
-from .codec_omni import BLOCK
+from .codec_compact import Compact
+from .codec_lloyd import INNER, OUTER, THRESHOLD, Scale
+from .codec_omni import BLOCK, Channel
+from .codec_parts import Affine
+from .codec_position import Position
 
-AFFINE, COMPACT, SCALE, CHANNEL, POSITION = map(tl.constexpr, range(5))
-FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3, "position": 4}
+_METADATA = Affine, Compact, Scale, Channel, Position  # by form
+FORMS = {meta.name: meta.form for meta in _METADATA}
+AFFINE, COMPACT, SCALE, CHANNEL, POSITION = (tl.constexpr(meta.form) for meta in _METADATA)
 PAGE = tl.constexpr(BLOCK)  # tokens that share channels
 ROUND_MAGIC = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds |x| < 2^22 to even, as rint does
 FP16_MAX = tl.constexpr(65504.0)
@@ -29,8 +33,12 @@ _INNER, _OUTER, _THRESHOLD = map(tl.constexpr, (INNER, OUTER, THRESHOLD))
 
 
 def form_of(spec) -> int:
-    """FORM of a ``codec.CodecSpec``."""
-    return FORMS[spec.meta] + 8 * (spec.k_bits == 4) + 16 * (spec.v_bits == 4)
+    """FORM of a ``codec.CodecSpec``. Raises ValueError where kernels have none."""
+    if spec.meta.form is None:
+        raise ValueError(
+            f"codec {spec.name} has no kernels: only the reference serves it, on a CPU"
+        )
+    return spec.meta.form + 8 * (spec.k_bits == 4) + 16 * (spec.v_bits == 4)
 
 
 def interpreted() -> bool:

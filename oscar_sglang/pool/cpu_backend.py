@@ -10,9 +10,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from ..config import OscarError
+from ..config import OscarConfig, OscarError
 from ..kernels import reference
-from ..plugin.seam import config_of
 from ..watch.debug_tags import DebugTags
 from .memory_pool import oscar_pool
 from .parking import park
@@ -84,7 +83,7 @@ class OscarAttnBackend(AttentionBackend):
     that launches forwards, like everything else in the pool.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, config: OscarConfig) -> None:
         super().__init__()
         self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
         refuse_layers(runner.model, self.pool.index)
@@ -94,7 +93,7 @@ class OscarAttnBackend(AttentionBackend):
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
         self.tags: DebugTags | None = None
-        if config_of(runner.server_args).debug_tags:
+        if config.debug_tags:
             table = self.req_to_token_pool.req_to_token
             self.tags = self.pool.tags = DebugTags(self.pool.segments, table.shape[1])
             logger.warning("oscar: debug tags are on: every read is checked, which is slow")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from ..config import OscarConfig
 from ..kernels import cuda_store
 from ..kernels.accumulate import accumulate
 from ..kernels.begin import begin_rows
@@ -26,7 +27,6 @@ from ..kernels.restore import restore_sinks
 from ..kernels.rotate import join_prefix, rotate_queries
 from ..kernels.store import store
 from ..kernels.views import TokenBatch, layer_view
-from ..plugin.seam import config_of
 from ..watch.gpu_probe import Probe
 from ..watch.gpu_tags import DEFAULT_EVERY, GpuTags
 from .cpu_backend import refuse_layer, refuse_layers
@@ -60,7 +60,7 @@ class OscarGpuBackend(AttentionBackend):
 
     needs_cpu_seq_lens = False
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, config: OscarConfig) -> None:
         super().__init__()
         from .varlen import varlen_attention
 
@@ -71,7 +71,6 @@ class OscarGpuBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
         park(self.req_to_token_pool, self.pool.parking)
-        config = config_of(runner.server_args)
         self.varlen = varlen_attention(config.prefill_attention, self.device)
         seg = self.pool.segments
         self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
@@ -96,16 +95,6 @@ class OscarGpuBackend(AttentionBackend):
             "is slow",
             every,
         )
-
-    def check_kernels(self) -> None:
-        """Compare CUDA kernels with the reference before serving, where no test has done so: of
-        each kind of layer one."""
-        from ..health.selftest import check_served, proven
-
-        attention = self.decode_attention
-        if attention.cuda and not proven(attention.device, self.pool.segments.spec.name):
-            for view in {v.spec: v for v in self.views}.values():
-                check_served(attention, view.spec, view.params)
 
     def _log_kernels(self, prefill: str) -> None:
         logger.info("oscar: prefill attention by %s", prefill)

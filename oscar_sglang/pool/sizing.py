@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from ..artifact.header import read_header
-from ..config import OscarConfig, portable_kernels
+from ..config import OscarConfig
 from ..kernels.codec import CODECS
-from ..kernels.codec_position import table_bytes
 from ..kernels.layout import MemoryPlan, WindowLayout
-from ..kernels.means import floats_per_head
-from .hybrid import attention_layer_ids
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +15,9 @@ logger = logging.getLogger(__name__)
 # of the sink cache) may take this share of the cache's memory, or half of it for the first few.
 _WINDOW_SHARE = 1 / 8
 _FEW_REQUESTS, _MAX_DEFAULT_REQUESTS = 8, 256
+# With --oscar-prefix-window park as many rows again keep the rings of requests that left, at most
+# this share of the memory: enough for a session per running request that waits for its next turn.
+_PARKED_SHARE = 1 / 32
 # Sinks of cached prefixes: two prefixes per running request, or this share of the memory, so that
 # few long sessions do not push each other's sinks out.
 _SINK_CACHE_SHARE = 1 / 100
@@ -68,6 +64,7 @@ def make_plan(
     context_length: int,
     max_total_tokens: int | None = None,
     widths: tuple[tuple[int, int], ...] = (),
+    hybrid: bool = False,
 ) -> MemoryPlan:
     """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``widths``:
     bits of each layer's K and V, if the artifact says so.
@@ -87,11 +84,15 @@ def make_plan(
             max_running_requests,
             row / 2**20,
         )
+    parked = 0
+    if config.prefix_window == "park" and not hybrid:  # a hybrid's rows hold states, too
+        most = int(budget_bytes * _PARKED_SHARE) // (windows.tokens * exact_row)
+        parked = config.parked_rows or min(max_running_requests, most)
     on_cpu = device == "cpu"
     floats, tables = sum(math.prod(shape) for shape in spec.tensors(head_dim).values()), 0
-    if spec.meta == "position" and not on_cpu:  # what the kernels derive from these
-        floats += floats_per_head(head_dim)
-        tables = table_bytes(head_dim, context_length + ROW_SLACK)
+    if not on_cpu:  # what the kernels derive from these
+        floats += spec.meta.kernel_floats(head_dim)
+        tables = spec.meta.table_bytes(head_dim, context_length + ROW_SLACK)
     sink_rows = config.sink_cache_tokens or default_sink_rows(
         config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
     )
@@ -99,7 +100,8 @@ def make_plan(
         layers=layers,
         history=spec.layout(kv_heads, head_dim),
         windows=windows,
-        rows=max_running_requests + 1,  # row 0 is SGLang's padding row
+        rows=max_running_requests + 1 + parked,  # row 0 is SGLang's padding row
+        parked_rows=parked,
         sink_cache_rows=sink_rows,
         scratch_tokens=config.scratch_tokens
         or min(_SCRATCH_TOKENS["cpu" if on_cpu else "cuda"], context_length),
@@ -108,63 +110,4 @@ def make_plan(
         codec_floats=floats,
         table_bytes=tables,
         widths=widths,
-    )
-
-
-def tag_bytes(config: OscarConfig, device: str) -> int:
-    """Device bytes a slot that ``--oscar-debug-tags`` takes beside the pool."""
-    from ..watch.gpu_tags import BYTES_PER_SLOT
-
-    return BYTES_PER_SLOT if config.debug_tags and device != "cpu" else 0
-
-
-def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
-    """``make_plan`` from SGLang's ``KVCacheConfigurator``."""
-    from sglang.srt.runtime_context import get_parallel, get_schedule
-
-    requested = get_schedule().max_running_requests
-    plan = make_plan(
-        config,
-        layers=len(attention_layer_ids(kvc)),
-        kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size),
-        head_dim=kvc.model_config.head_dim,
-        itemsize=kvc.model_dtype.itemsize,
-        budget_bytes=budget_bytes,
-        max_running_requests=requested and max(1, requested // kvc.attn_dp_size),
-        device=kvc.device,
-        context_length=kvc.model_config.context_len,
-        max_total_tokens=get_schedule().max_total_tokens,
-        widths=read_header(Path(config.artifact)).widths,
-    )
-    return with_workspace(kvc, plan, decode_attention(kvc, plan) if kvc.device != "cpu" else None)
-
-
-def with_workspace(kvc: Any, plan: MemoryPlan, attention: Any) -> MemoryPlan:
-    """``plan`` with the buffers of ``decode_attention`` and of prefill attention on this GPU."""
-    if attention is None:
-        return plan
-    from ..plugin.seam import config_of
-    from .varlen import workspace_bytes
-
-    prefill = workspace_bytes(config_of(kvc.server_args).prefill_attention)
-    return replace(plan, workspace_bytes=attention.num_bytes + prefill)
-
-
-def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
-    """The kernels' decode attention for this rank; its buffers are allocated on first use."""
-    from sglang.srt.runtime_context import get_parallel, get_schedule
-
-    from ..kernels.decode import DecodeAttention
-
-    return DecodeAttention(
-        heads=kvc.model_config.num_attention_heads // get_parallel().attn_tp_size,
-        kv_heads=plan.history.kv_heads,
-        head_dim=plan.history.head_dim,
-        dtype=kvc.model_dtype,
-        windows=plan.windows,
-        page_size=get_schedule().page_size,
-        max_batch=plan.rows - 1,
-        device=kvc.device,
-        block=plan.history.block,
-        triton_only=portable_kernels(),
     )

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +76,7 @@ def codec_params(spec: codec.CodecSpec, heads: int, dim: int, device) -> codec.L
         "metric": metric.float().to(device),
         "grid": torch.tensor([[-7.9, -6.1, 0.047], [-8.2, -7.3, 0.053]]).repeat(heads, 1, 1),
     }
-    if spec.meta == "position":  # 8 octaves; the mean's share; keys' basis not orthogonal
+    if spec.meta.name == "position":  # 8 octaves; the mean's share; keys' basis not orthogonal
         stretch = torch.rand(heads, 1, dim, dtype=torch.float64) + 0.5
         r_k = made["r_k"].cpu().double() * stretch @ orthogonal(heads, dim, "cpu").double()
         made |= {
@@ -102,11 +101,11 @@ class Lab:
             device, kv_heads, group, dim, dtype,
         )  # fmt: skip
         spec = codec.CODECS[codec_name.rstrip("24")]  # position42: 4 bits for K
-        if spec.meta == "position":  # RoPE of all but a quarter of the channels
+        if spec.meta.name == "position":  # RoPE of all but a quarter of the channels
             theta = 0.3 ** torch.arange(3 * dim // 8, dtype=torch.float64)
             rope = codec.Rope.of(theta.tolist(), dim, adjacent)
             bits = codec_name.removeprefix("position") or "22"
-            spec = codec.with_bits(replace(spec, rope=rope), *map(int, bits))
+            spec = codec.with_bits(codec.with_rope(spec, rope), *map(int, bits))
         if spec.block > 1:  # pages are blocks, and the ring holds at least one
             page, n_recent = spec.block, spec.ring_tokens(n_recent)
             first_slot_block = spec.block // 16

@@ -50,12 +50,12 @@ def documents() -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def artifacts(smollm2, tmp_path_factory) -> dict[str, Path]:
     """Calibrated artifacts of some codecs, from one pass over 4 x 2048 tokens."""
-    from oscar_sglang.calibration import calibrate_codecs
+    from oscar_sglang.calibration import Plan, calibrate_codecs
 
     names = ["feedback", "aligned", "oscar"]
     folder = tmp_path_factory.mktemp("artifacts")
     paths = {}
-    for name, made in calibrate_codecs(smollm2, names, CALIBRATION, 8192).items():
+    for name, made in calibrate_codecs(Plan(smollm2, CALIBRATION), names).items():
         paths[name] = folder / f"{name}.safetensors"
         made.save(paths[name])
     return paths

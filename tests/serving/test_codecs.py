@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from server import Server
 
-from oscar_sglang.calibration import calibrate_codecs
+from oscar_sglang.calibration import Plan, calibrate_codecs
 from oscar_sglang.kernels.codec import CODECS
 
 pytestmark = pytest.mark.sglang
@@ -31,7 +31,7 @@ def model(tmp_path_factory) -> Path:
 def artifacts(model, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("artifacts")
     paths = {}
-    for name, made in calibrate_codecs(model, JUDGED, tokens=600, bits=MIXED).items():
+    for name, made in calibrate_codecs(Plan(model, tokens=600, bits=MIXED), JUDGED).items():
         paths[name] = folder / f"{name}.safetensors"
         made.save(paths[name])
     return paths

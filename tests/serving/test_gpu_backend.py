@@ -85,16 +85,12 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
     ],
 )
 def test_a_server_checks_kernels_that_are_not_proven(monkeypatch, capability, codec, checks):
-    from oscar_sglang.pool.gpu_backend import OscarGpuBackend
-
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     checked = []
     monkeypatch.setattr(selftest, "check_served", lambda *what: checked.append(what))
-    pool = SimpleNamespace(segments=SimpleNamespace(spec=CODECS[codec]))
     views = [SimpleNamespace(spec=CODECS[codec], params="of layer 0")]
     for cuda in (True, False):  # the portable kernels are none of those
         attention = SimpleNamespace(cuda=cuda, device=torch.device("cuda", 0))
-        backend = SimpleNamespace(pool=pool, decode_attention=attention, views=views)
-        OscarGpuBackend.check_kernels(backend)
+        selftest.check_backend(attention, views)
     assert len(checked) == checks
     assert all(x[1:] == (CODECS[codec], "of layer 0") for x in checked)

@@ -16,7 +16,8 @@ def server(tmp_path_factory):
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--skip-tokenizer-init"]
     flags += ["--max-running-requests", "4", "--max-total-tokens", "2000"]
     flags += ["--oscar-sink-tokens", str(SINK), "--oscar-recent-tokens", str(RECENT)]
-    flags += ["--oscar-prefix-window", "park", "--chunked-prefill-size", str(CHUNK)]
+    flags += ["--oscar-prefix-window", "park", "--oscar-parked-rows", "2"]
+    flags += ["--chunked-prefill-size", str(CHUNK)]
     env = {"OSCAR_SGLANG_CACHE": str(folder / "cache")}
     with Server(qwen3(folder / "model"), folder / "log", *flags, env=env) as s:
         yield s
@@ -71,8 +72,16 @@ def test_a_window_that_is_gone_is_computed_again(server):
     (ids,) = (x.tolist() for x in random_ids(400))
     server.flush()
     ask(server, ids[:CHUNK])
-    for other in random_ids(400, 50, 51, 52, 53)[1:]:  # every row has another request
-        ask(server, other.tolist())
+    others = [ids.tolist() for ids in random_ids(400, *range(50, 56))[1:]]
+    for other in others[:5]:
+        ask(server, other)
+    before = windows(server)
+    hit, _ = ask(server, ids[: CHUNK + 10])  # in the row that was free longest: 4 running, 2 parked
+    assert hit == CHUNK and windows(server) == (before[0] + 1, before[1])
+    server.flush()
+    ask(server, ids[:CHUNK])
+    for other in others:  # now every row has another request
+        ask(server, other)
     before = windows(server)
     hit, _ = ask(server, ids[: CHUNK + 10])
     assert hit == CHUNK + 10 - RECENT and windows(server) == (before[0], before[1] + 1)
