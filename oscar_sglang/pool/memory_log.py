@@ -43,8 +43,9 @@ def block(
     cost = plan.window_bytes + plan.sink_cache_bytes
     yield (
         f"up to {requests} running requests: their exact windows{parked} (sink "
-        f"{plan.windows.n_sink}, recent {plan.windows.n_recent}) and sink cache cost {cost / _GB:.3f} GB, as much as "
-        f"{cost // plan.bytes_per_token} tokens of history. Contexts above {tokens // requests} "
+        f"{plan.windows.n_sink}, recent {plan.windows.n_recent}) and sink cache cost "
+        f"{cost / _GB:.3f} GB, as much as {cost // plan.bytes_per_token} tokens of history. "
+        f"Contexts above {tokens // requests} "
         "tokens are limited by tokens: lower --max-running-requests to hold more; shorter ones by "
         f"requests: raise it. A request is smaller than in BF16 from {plan.break_even()} tokens"
     )
