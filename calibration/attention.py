@@ -61,7 +61,11 @@ def _padding(*args, attention_mask=None, **kwargs):
 
 
 def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
+    if not hasattr(module, "layer_idx"):  # of the part that reads pictures: no KV cache
+        exact = AttentionInterface()["sdpa"]
+        return exact(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    # A window that SGLang leaves out; other models with one are refused (``check_supported``).
+    for name in ("softcap", "s_aux", "head_mask"):
         if kwargs.get(name) is not None:
             raise CalibrationError(f"attention with {name} is not supported")
     if attention_mask is not None:

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
-from ..artifact.fingerprint import read_config, text_config
+from ..artifact.fingerprint import read_config, slides, text_config
 from ..kernels.codec import LayerCodec
 from ..kernels.layout import SUPPORTED_HEAD_DIMS
 from .attention import attention_layers_of, causal_attention, replaced_attention
@@ -32,7 +39,7 @@ def check_supported(model_dir: Path, head_dim: int) -> None:
             f"{model_dir}: latent attention (MLA, kv_lora_rank {text['kv_lora_rank']}) has no K/V "
             "heads to quantise; serve it without the 2-bit cache"
         )
-    if _slides(text):
+    if slides(text):
         raise CalibrationError(
             f"{model_dir}: has sliding-window attention layers, which the 2-bit cache does not "
             "support; serve it without the 2-bit cache"
@@ -44,20 +51,14 @@ def check_supported(model_dir: Path, head_dim: int) -> None:
         )
 
 
-def _slides(text: dict[str, Any]) -> bool:
-    kinds = text.get("layer_types")
-    if kinds:
-        return any(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    return bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
-
-
 def load_model(model_dir: Path, device: str) -> PreTrainedModel:
     """The model in eval mode: float32 on a CPU, bfloat16 elsewhere."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            make, options = _loader(model_dir)
+            model = make.from_pretrained(
+                model_dir, dtype=dtype, attn_implementation="sdpa", local_files_only=True, **options
             )
         return model.to(device).eval()
     except Exception as error:  # transformers raises whatever it likes
@@ -65,6 +66,32 @@ def load_model(model_dir: Path, device: str) -> PreTrainedModel:
         raise CalibrationError(
             f"{model_dir}: transformers cannot load this model: {reason}"
         ) from error
+
+
+def _loader(model_dir: Path) -> tuple[Any, dict[str, Any]]:
+    """The transformers class that holds the language model of a folder, and its arguments."""
+    raw = read_config(model_dir)
+    if isinstance(text := raw.get("llm_config"), dict):  # InternVL's own format, unknown here
+        config = AutoConfig.for_model(**text)
+        return AutoModelForCausalLM, {"config": config, "key_mapping": {r"^language_model\.": ""}}
+    config: PretrainedConfig = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    if hasattr(config, "thinker_config"):  # the talker would speak what the thinker has written
+        return AutoModelForImageTextToText, {"config": config.thinker_config}
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM, {}
+    return AutoModelForImageTextToText, {}
+
+
+def body(model: PreTrainedModel) -> PreTrainedModel:
+    """What gives the last hidden states, without logits."""
+    inner = model.base_model
+    return inner if inner is not model else model.get_decoder()
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList | None:
+    """The blocks of the language model, None if they are not found."""
+    inner = body(model)
+    return getattr(getattr(inner, "language_model", inner), "layers", None)
 
 
 @contextmanager
@@ -94,7 +121,7 @@ def model_turning(model: PreTrainedModel, token: int) -> Turning:
 
     ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
     with replaced_attention(model, attend):
-        model.base_model(input_ids=ids, use_cache=False)
+        body(model)(input_ids=ids, use_cache=False)
     found = turning(text, keys[0].shape[-1], layer_ids)
     return checked(found, keys[0]) if layer_ids[0] == 0 else found
 
@@ -107,7 +134,7 @@ def score(
     are not found."""
     layer_ids = attention_layers_of(model)
     modules = {m.layer_idx: m for m in model.modules() if projection(m) and hasattr(m, "layer_idx")}
-    blocks = getattr(model.base_model, "layers", None)
+    blocks = decoder_layers(model)
     if blocks is None or not set(layer_ids) <= set(modules):
         return None
     project = [projection(modules[i]) for i in layer_ids]
@@ -131,7 +158,7 @@ def score(
     ]
     try:
         with replaced_attention(model, attend):
-            model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
+            body(model)(input_ids=ids[None].to(model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -146,12 +173,14 @@ def collect(
     capacity: int = 512,
     progress: Progress | None = None,
     partial: Partial | None = None,
+    pictures: Sequence[dict[str, Any]] = (),
 ) -> list[Moments]:
     """Moments of every layer over positions >= n_sink of each sequence ([T] int64 ids), before and
     after RoPE.
 
     Logits are never computed and one sequence is in memory at a time. ``capacity`` bounds the
     held-back rows per layer. ``partial`` lets a later call continue an interrupted one.
+    ``pictures``: more sequences, as keyword arguments of the model (``pictures``).
     """
     turns = model_turning(model, int(sequences[0][0]))
     total = Accumulator(n_sink, capacity, turns)
@@ -165,11 +194,15 @@ def collect(
     tokens, done = sum(map(len, sequences)), sum(map(len, sequences[:first]))
     with replaced_attention(model, attend):
         for i, ids in enumerate(sequences[first:], start=first + 1):
-            model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
+            body(model)(input_ids=ids[None].to(model.device), use_cache=False)
             total.advance(len(ids))
             done += len(ids)
             if progress:
                 progress("running the model", done, tokens)
             if partial:
                 partial.save(total, i)
+        for inputs in pictures:
+            inputs = {name: value.to(model.device) for name, value in inputs.items()}
+            model.base_model(**inputs, use_cache=False)
+            total.advance(inputs["input_ids"].shape[1])
     return total.finish(len(attention_layers_of(model)))

@@ -15,6 +15,7 @@ from ..artifact.weights import weight_files
 from ..kernels.codec import LayerCodec
 from .collect import collect, load_model, score
 from .data import Tokens
+from .pictures import hash_files, load_pictures
 from .plan import Plan
 from .selfsample import plausible
 from .state import Partial
@@ -55,7 +56,14 @@ def observe(model: PreTrainedModel, plan: Plan, source: Tokens, fit: Fit | None 
     """The same with a model that is loaded already."""
     source = plausible(model, source, plan.progress)
     partial = Partial(plan.partial, _key(plan, source)) if plan.partial else None
-    moments = collect(model, source.sequences, plan.n_sink, progress=plan.progress, partial=partial)
+    moments = collect(
+        model,
+        source.sequences,
+        plan.n_sink,
+        progress=plan.progress,
+        partial=partial,
+        pictures=load_pictures(plan.model_dir, plan.images) if plan.images else (),
+    )
     if partial:
         partial.remove()
     biased = _biased(name for name, _ in model.named_parameters())
@@ -93,5 +101,5 @@ def _key(plan: Plan, source: Tokens) -> str:
     files count where they really are; their contents are hashed by the caller's fingerprint."""
     files = [str(file.resolve()) for file in weight_files(plan.model_dir)]
     config = (plan.model_dir / "config.json").read_text()
-    parts = (config, *files, source.hash, plan.device, str(plan.n_sink))
+    parts = (config, *files, source.hash, plan.device, str(plan.n_sink), hash_files(plan.images))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

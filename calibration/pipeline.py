@@ -17,6 +17,7 @@ from .errors import CalibrationError
 from .fit import CONTEXT, DAMPING, LayerFit
 from .fit_options import K_SIGMAS, V_SIGMAS
 from .model_fit import Fitter, wanted_bits, widen
+from .pictures import hash_files
 from .plan import Plan
 from .warn import calibration_warnings
 
@@ -55,6 +56,11 @@ def calibrate_codecs(plan: Plan, codecs: Sequence[str]) -> dict[str, Artifact]:
     if plan.tp > 1 and plan.engine != "sglang":
         raise CalibrationError(f"{plan.tp} tensor-parallel ranks need --engine sglang")
     mixed = [codec for codec in codecs if CODECS[codec].meta.mixed]
+    if plan.images and (plan.engine != "transformers" or mixed):
+        raise CalibrationError(
+            "images are read by the transformers engine only, and not for codec position, which "
+            "counts positions by tokens; drop --engine, the codec, or --images"
+        )
     fitter = Fitter(mixed[0], context, n_sink, progress) if mixed else None
     wanted = wanted_bits(plan.bits, fingerprint.head_dim)
     observed = ENGINES[plan.engine](plan, source, fitter)
@@ -67,6 +73,8 @@ def calibrate_codecs(plan: Plan, codecs: Sequence[str]) -> dict[str, Artifact]:
         "device": plan.device,
         "engine": plan.engine,
     }
+    if plan.images:
+        facts |= {"images": len(plan.images), "images_hash": hash_files(plan.images)}
     for codec in codecs:
         fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
         if codec in mixed:

@@ -33,6 +33,7 @@ class Plan:
     context        positions that ``position`` is fitted for; None: the model's own context length
     bits           per element that ``position`` may spend on history; what is left over 2 bits and
                    metadata widens the K or V of some layers (``widths``). None: ``EXTRA_BITS``
+    images         files that a vision-language model reads besides (transformers engine)
     """
 
     model_dir: Path
@@ -48,6 +49,7 @@ class Plan:
     codec_options: Mapping[str, str] | None = None
     context: int | None = None
     bits: float | None = None
+    images: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model_dir", Path(self.model_dir))  # a str is welcome

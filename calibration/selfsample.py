@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from .collect import body
 from .data import Tokens
 
 _ROWS = 256  # logits held at a time
@@ -38,7 +39,7 @@ def resample(
     total, done, found = sum(map(len, sequences)), 0, []
     for ids in sequences:
         half = ids[: (len(ids) + 1) // 2]
-        hidden = model.base_model(input_ids=half[None].to(model.device), use_cache=False)[0][0]
+        hidden = body(model)(input_ids=half[None].to(model.device), use_cache=False)[0][0]
         nexts = [
             _sample(model.get_output_embeddings()(rows).float(), generator)
             for rows in hidden[:-1].split(_ROWS)

@@ -265,6 +265,7 @@ def prefill_batch(runner, ids: torch.Tensor, row: int = 1, first_slot: int = 1):
         seq_lens_sum=n,
         out_cache_loc=slots,
         positions=torch.arange(n, device=device),
+        mrope_positions=torch.arange(n, device=device).expand(3, n).contiguous(),  # of text
         spec_algorithm=SpeculativeAlgorithm.NONE,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         extend_num_tokens=n,

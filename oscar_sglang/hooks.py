@@ -115,8 +115,8 @@ READS = (
     Read(_KVC, ("attn_dp_size", "device", "layer_info", "mambaish_config", "model_config",
                 "model_dtype", "server_args"), by="rank, hybrid"),
     Read("sglang.srt.configs.model_config.ModelConfig", (
-        "attention_arch", "attention_chunk_size", "context_len", "get_num_kv_heads",
-        "get_total_num_kv_heads", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
+        "attention_arch", "context_len", "get_num_kv_heads", "get_total_num_kv_heads",
+        "has_attention_sinks", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
         "is_hybrid_swa", "num_attention_heads", "num_hidden_layers", "v_head_dim"),
          by="refusals, rank, sglang_engine"),
     Read("sglang.srt.model_executor.model_runner.ModelRunner", (

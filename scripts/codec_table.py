@@ -1,6 +1,6 @@
-"""The README's table of codecs, from the memory plan and the committed measurements.
+"""The table of codecs in calibration/README.md, from the memory plan and committed measurements.
 
-    python scripts/codec_table.py
+    python -m scripts.codec_table
 
 Bits per element count everything a request costs: its history rows and its exact windows (sink 64,
 recent 256), for the shape of Qwen3-8B. KL is that of the served pool (``eval_pool.py``), times are

@@ -1,6 +1,6 @@
 """What each part of codec ``position`` is worth, and how codecs stand the context.
 
-    python scripts/eval_position.py --model DIR --calibration NPZ:KEY --tokens NPZ \\
+    python -m scripts.eval_position --model DIR --calibration NPZ:KEY --tokens NPZ \\
         [--contexts 2048,8192] [--documents NAME,...] [--json OUT]
 
 Calibrates once, on sequences as the file has them, and prints for every variant and context the
@@ -80,8 +80,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    from eval_pool import load_documents
-
     from oscar_sglang.calibration.collect import load_model
     from oscar_sglang.calibration.continuation import Cache, capture
     from oscar_sglang.calibration.engines import observe
@@ -90,6 +88,7 @@ def main() -> None:
     from oscar_sglang.calibration.methods import METHODS
     from oscar_sglang.calibration.model_fit import Fitter
     from oscar_sglang.calibration.plan import Plan
+    from scripts.eval_pool import load_documents
 
     contexts = [int(n) for n in args.contexts.split(",")]
     longest = max(contexts)

@@ -2,7 +2,7 @@
 cached prefix is read as codes (reuse), computed again (recompute) or taken over from the request
 that left it (park), and what that costs.
 
-    python scripts/eval_prefix_window.py --model DIR --artifact FILE --tokens NPZ [--json OUT]
+    python -m scripts.eval_prefix_window --model DIR --artifact FILE --tokens NPZ [--json OUT]
 
 A document's first ``--context`` tokens are cached; a turn of 16 (or more) tokens follows, then
 ``--rows`` decode steps on the document's own tokens. Decoding starts at the same position in every
@@ -14,13 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
 SINK, RECENT = 64, 256
 MODES = ("reuse", "park", "recompute", "match")
@@ -37,9 +34,10 @@ def cached(mode: str, match: int, length: int) -> int:
 
 
 def measure(args: argparse.Namespace, documents: dict[str, list[int]]) -> list[dict]:
-    from inprocess import Runner
-    from pool_quality import exact_logprobs
     from transformers import AutoModelForCausalLM
+
+    from scripts.lib.inprocess import Runner
+    from scripts.lib.pool_quality import exact_logprobs
 
     size = args.context + max(args.turns) + args.rows
     documents = {name: ids[:size] for name, ids in documents.items()}
@@ -87,7 +85,7 @@ def measure(args: argparse.Namespace, documents: dict[str, list[int]]) -> list[d
 
 
 def main() -> None:
-    from eval_pool import load_documents
+    from scripts.eval_pool import load_documents
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)

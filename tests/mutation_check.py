@@ -1,8 +1,8 @@
 """Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels, in the CUDA
 kernels and in what surrounds them, one at a time: each must fail a test.
 
-    python tests/mutation_check.py [NAME ...]
-    python tests/mutation_check.py --few NUMBER     one of each kind, others for the next number
+    python -m tests.mutation_check [NAME ...]
+    python -m tests.mutation_check --few NUMBER     one of each kind, others for the next number
 
 No file is changed: each fault is put into the source while a forked child imports it, or into a
 copy that the child builds. Kernels run in Triton's interpreter and in the emulator, so this is for
@@ -16,14 +16,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from planted import HERE, Fault, failing_tests
+from tests.support.planted import Fault, failing_tests
 
 POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test_faults.py")
 POOL_TESTS += ("test_ownership.py",)
 KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
 CUDA_TESTS = ("kernels/test_emulated.py",)
-HOST_TESTS = ("test_weights.py", "test_kept.py", "test_gpu_tags.py")
+HOST_TESTS = ("test_weights.py", "test_kept.py", "test_gpu_tags.py", "test_debug_tags.py")
 
 
 POOL_FAULTS = {
@@ -106,7 +106,7 @@ POOL_FAULTS = {
         "    if seg.spec.block > 1:\n        seal(seg,",
     ),
     "channels of the next page": Fault(
-        "reference.py", "channels[layer][slots // seg", "channels[layer][1 + slots // seg"
+        "reference.py", "channels[layer][slots // spec", "channels[layer][1 + slots // spec"
     ),
     "keys encoded for another tile": Fault(
         "reference.py",
@@ -312,9 +312,25 @@ HOST_FAULTS = {
         "path.stat() or read_header(path)  #",
     ),
     "tags: never armed, never noticed": Fault(
-        "../oscar_sglang/watch/gpu_tags.py",
+        "../oscar_sglang/watch/tags.py",
         "self.unarmed_steps > UNARMED_STEPS",
         "self.unarmed_steps < 0",
+    ),
+    "tags: what lies there is taken for what was written": Fault(
+        "../oscar_sglang/watch/read_tags.py",
+        "return self.handed",
+        "return self._sums(places, address)",
+    ),
+    "tags: decoded sinks are taken as they are": Fault(
+        "../oscar_sglang/watch/read_tags.py", "if held := int(given.sum()):", "if held := 0:"
+    ),
+    "tags: reads from any segment": Fault(
+        "../oscar_sglang/watch/read_tags.py", "if read.places is not expected:", "if False:"
+    ),
+    "tags: checks without the kernels": Fault(
+        "../oscar_sglang/watch/tags.py",
+        "self.probed_requests += self.probe(rows, prefix, plan)",
+        "pass",
     ),
 }
 
@@ -367,7 +383,6 @@ def main(wanted: list[str]) -> int:
         wanted = few(int(wanted[1]))
     if unknown := set(wanted) - {name for faults, *_ in KINDS.values() for name in faults}:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
-    sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
     os.environ.setdefault("OSCAR_OWNERSHIP", "400x3")
     from oscar_sglang.launch_server import enter_cpu_mode
 

@@ -461,8 +461,9 @@ def test_yarn_stretches_the_trained_context(tmp_path):
 
 def test_fingerprint_of_transformers_own_config(tmp_path):
     """The dictionary that a loaded config gives is the same model as its file."""
-    from tiny_models import llama
     from transformers import AutoConfig
+
+    from scripts.lib.tiny_models import llama
 
     folder = llama(tmp_path)
     config = AutoConfig.from_pretrained(folder).to_dict()

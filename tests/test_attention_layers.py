@@ -6,12 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.configs import GraniteMoeHybridConfig, Lfm2Config, NemotronHConfig
+from sglang.srt.configs import (
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    NemotronHConfig,
+)
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from oscar_sglang.artifact.fingerprint import Fingerprint, FingerprintError, attention_layers
 from oscar_sglang.config import OscarError
-from oscar_sglang.pool.cpu_backend import refuse_layers
+from oscar_sglang.pool.cpu_backend import refuse_kinds, refuse_layers
 from oscar_sglang.pool.memory_pool import OscarKVPool
 
 _SHAPE = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=128)
@@ -27,6 +33,22 @@ CONFIGS = {
         dict(num_hidden_layers=4, layer_types=_GRANITE, mamba_n_heads=4, **_SHAPE),
         [1, 3],
     ),
+    "Granite hybrid, as transformers 5 writes it": (
+        GraniteMoeHybridConfig,
+        dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            mamba_n_heads=4,
+            **_SHAPE,
+        ),
+        [1, 3],
+    ),
+    "LFM2 MoE": (
+        Lfm2MoeConfig,
+        dict(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"], **_SHAPE),
+        [2],
+    ),
+    "Falcon-H1": (FalconH1Config, dict(num_hidden_layers=2, **_SHAPE), [0, 1]),
     "Nemotron-H": (
         NemotronHConfig,
         dict(hybrid_override_pattern="M-M*-ME*-", num_hidden_layers=9, **_SHAPE),
@@ -66,12 +88,12 @@ def layer(layer_id: int, **changes) -> RadixAttention:
 
 def test_layers_of_the_model_that_was_built():
     model = torch.nn.ModuleList([layer(1), layer(3)])
-    refuse_layers(model, [1, 3])
+    refuse_layers(model, [1, 3], 2, 64)
     for ids in ([1], [1, 2], [0, 1, 2, 3]):
         with pytest.raises(OscarError, match=r"in layers \[1, 3\].*parameters for layers"):
-            refuse_layers(model, ids)
+            refuse_layers(model, ids, 2, 64)
     with pytest.raises(OscarError, match=r"in layers \[\]"):
-        refuse_layers(torch.nn.Linear(1, 1), [0])
+        refuse_layers(torch.nn.Linear(1, 1), [0], 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +102,26 @@ def test_layers_of_the_model_that_was_built():
         (dict(attn_type=AttentionType.ENCODER_ONLY), "encoder_only attention"),
         (dict(is_cross_attention=True), "cross attention"),
         (dict(sliding_window_size=128), "a sliding window"),
+        (dict(v_head_dim=32), "K heads of 64 and V heads of 32 channels"),
     ],
 )
 def test_a_layer_that_int2_cannot_serve_stops_the_start(changes, words):
     model = torch.nn.ModuleList([layer(0), layer(1, **changes)])
     with pytest.raises(OscarError, match=f"layer 1 uses {words}.*drop --kv-cache-dtype int2"):
-        refuse_layers(model, [0, 1])
+        refuse_kinds(model)
+
+
+@pytest.mark.parametrize("shape", [(2, 128), (4, 64)])
+def test_layers_of_another_shape_than_the_pool(shape):
+    """Families exist whose layers differ: the configuration names one of them."""
+    with pytest.raises(OscarError, match=r"layer 0 has 2 KV heads of 64 .*pool.*drop --kv-cache"):
+        refuse_layers(torch.nn.ModuleList([layer(0)]), [0], *shape)
 
 
 def test_layers_that_sglangs_class_for_transformers_keeps_aside():
     model = torch.nn.Linear(1, 1)
     model.attention_instances = {0: layer(0), 1: layer(1)}
-    refuse_layers(model, [0, 1])
+    refuse_layers(model, [0, 1], 2, 64)
 
 
 @pytest.mark.parametrize("wrong", ["pool", "plan", "layer_ids", "params", "specs"])

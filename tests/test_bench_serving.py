@@ -1,15 +1,15 @@
 """The serving benchmark's own arithmetic: merging runs, speed-ups, latencies from streams."""
 
+import shlex
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
-from serving_rows import add_speedups, markdown, merge  # noqa: E402
-from traffic import steady_itl, tpot_figures  # noqa: E402
+from scripts.lib import provenance
+from scripts.lib.serving_rows import add_speedups, markdown, merge
+from scripts.lib.traffic import steady_itl, tpot_figures
 
 
 def row(cache: str, scenario: str = "decode", **more) -> dict:
@@ -83,3 +83,19 @@ def test_markdown_has_one_line_per_case():
     rows.append(row("int2", "soak", slots_lost=0))
     lines = list(markdown(add_speedups(rows)))
     assert lines[2:] == ["| decode, 1 x 32k | 8.00 ms (9.00) |  | 4.00 ms (5.00) | **2.00x** |  |"]
+
+
+@pytest.mark.parametrize(
+    "main, words", [("scripts.demo", ["python", "-m", "scripts.demo"]), (None, ["x/oscar-sglang"])]
+)
+def test_a_result_names_the_command_that_was_typed(monkeypatch, main, words):
+    """Python replaces the name of a module by the path of its file."""
+    spec = main and SimpleNamespace(name=main)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr(sys, "argv", ["x/oscar-sglang", "--out", "a b"])
+    assert shlex.split(provenance.command()) == [*words, "--out", "a b"]
+
+
+def test_a_package_that_is_not_installed_has_no_version():
+    versions = provenance.header("CPU", "abc", ("torch", "no-such-package"))["versions"]
+    assert versions["no-such-package"] == "none" and versions["torch"][0].isdigit()

@@ -162,7 +162,7 @@ def test_sealed_blocks_are_the_evaluators():
     encoded = METHODS["omni"].encode(None, r.k[part], r.v[part], N_SINK)
     k, v = pool.seg.history.read(0, r.slots(N_SINK, 3 * BLOCK))
     assert torch.equal(k.packed, torch.cat(encoded.k[0::3]))
-    assert torch.equal(k.meta[..., 0], torch.cat(encoded.k[1::3]))
+    assert torch.equal(k.meta, torch.cat(encoded.k[1::3]))
     assert torch.equal(
         pool.seg.history.channels[0][torch.tensor([5, 2, 9])], torch.stack(encoded.k[2::3])
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 from oscar_sglang import config
 from oscar_sglang.artifact import file as art
@@ -26,6 +25,7 @@ from oscar_sglang.calibration.fit_options import feedback_factor, feedback_metri
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
+from scripts.lib.tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 FITTED = [name for name, spec in CODECS.items() if spec.needs_data]
 
@@ -325,10 +325,11 @@ def test_calibrate_refuses_too_little_data(model_dir):
     [
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"sliding_window": 128}, "sliding-window"),
+        ({"attention_chunk_size": 128}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"head_dim": 96}, "head_dim 96 is not supported; supported: 16, 32, 64"),
     ],
-    ids=["mla", "mistral", "layer-types", "head-dim"],
+    ids=["mla", "window", "chunks", "layer-types", "head-dim"],
 )
 def test_unsupported_models_are_refused_before_loading(tmp_path, change, message):
     folder = llama(tmp_path)

@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import __version__
 from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import CODEC_NAMES, _parser, codecs, main
 from oscar_sglang.config import DEFAULT_CODEC
 from oscar_sglang.kernels.codec import CODECS
+from scripts.lib.tiny_models import edit_config, llama
 
 
 @pytest.fixture(scope="module")
@@ -137,16 +137,15 @@ def test_help_says_what_how_and_by_default(name):
         assert f"(default: {shown})" in action.help % vars(action), action.option_strings
 
 
-def test_codecs_lists_what_is_served(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_codecs_lists_what_is_served(capsys):
     assert main(["codecs"]) == 0
     printed = capsys.readouterr().out
     rows = list(codecs.rows())
     assert [row.name for row in rows] == list(CODEC_NAMES)
     assert printed.count("(default)") == 1 and f"{DEFAULT_CODEC} (default)" in printed
     for row in rows:
-        (line,) = [x for x in printed.splitlines() if x.split() and x.split()[0] == row.name]
-        assert f"{row.bits:.3f}" in line
+        (line,) = [x for x in printed.splitlines() if x.startswith(f" {row.name} ")]
+        assert f"{row.bits:.3f}" in line and row.what and row.when and row.published
     bits = {row.name: row.bits for row in rows}
     assert bits["feedback"] == 2 + 2 * 16 / 128 and bits["compact"] == 2 + 2 * 8 / 128
 

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
-import vectors
 
 from oscar_sglang.kernels import codec
 from oscar_sglang.kernels.codec import CODECS, LayerParams, RangeRule
 from oscar_sglang.kernels.codec_lloyd import LEVEL_VALUES
 from oscar_sglang.kernels.codec_position import Rope
+from tests.support import vectors
 
 SHRINK = RangeRule("shrink", 0.75)
 ROW_CODECS = [name for name, spec in CODECS.items() if spec.block == 1]  # others: test_blocks.py

@@ -1,23 +1,34 @@
-"""The README's table of codecs is the one that the memory plan and the measurements give."""
+"""The table of codecs in calibration/README.md is that of the memory plan and the measurements."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-import codec_table
 import pytest
 
+from oscar_sglang.cli import codecs
 from oscar_sglang.config import OscarConfig
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.pool.sizing import ROW_SLACK, make_plan
+from scripts import codec_table
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[1] / "calibration" / "README.md"
 
 
 def test_the_readme_shows_the_table():
     readme = README.read_text().splitlines()
     for line in codec_table.table():
         assert line in readme, "run scripts/codec_table.py"
+
+
+def test_the_readme_knows_every_codec_and_where_it_is_from():
+    """As ``oscar-sglang codecs`` does."""
+    readme = README.read_text()
+    for row in codecs.rows():
+        assert f"`{row.name}`" in readme
+        for paper in re.findall(r"arXiv (\d{4}\.\d{5})", row.published):
+            assert paper in readme
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_models import qwen3, random_ids
 
 from oscar_sglang.calibration import CalibrationError
 from oscar_sglang.calibration.baselines.bits import pack_bits, unpack_bits
@@ -12,6 +11,7 @@ from oscar_sglang.calibration.fit_options import feedback_metric
 from oscar_sglang.calibration.method import block_pieces
 from oscar_sglang.calibration.methods import METHODS, PUBLISHED_WINDOWS, parse_jobs, sweep_jobs
 from oscar_sglang.kernels import codec, codec_accurate, codec_compact, codec_lloyd, codec_omni
+from scripts.lib.tiny_models import qwen3, random_ids
 
 D = 128
 BITS = {  # K and V together, head_dim 128, whole blocks

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import hooks
 from oscar_sglang.artifact import file as art
@@ -17,6 +16,7 @@ from oscar_sglang.config import disabled
 from oscar_sglang.health import doctor, selftest
 from oscar_sglang.plugin import registration
 from oscar_sglang.plugin.model_folder import NamedModel
+from scripts.lib.tiny_models import edit_config, llama
 
 pytestmark = pytest.mark.sglang
 

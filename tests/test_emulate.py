@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import llama, qwen3, random_ids
 
 from oscar_sglang.calibration import CalibrationError, Plan, QuantisedCache, calibrate
 from oscar_sglang.calibration.attention import causal_attention, replaced_attention
 from oscar_sglang.calibration.collect import load_model
 from oscar_sglang.calibration.emulate import quantise
 from oscar_sglang.kernels.layout import WindowLayout
+from scripts.lib.tiny_models import llama, qwen3, random_ids
 
 WINDOWS = WindowLayout(n_sink=8, n_recent=16)
 

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import llama, qwen3, random_ids
 
 from oscar_sglang.calibration import CalibrationError, Plan, calibrate
 from oscar_sglang.calibration.attention import replaced_attention
@@ -16,6 +15,7 @@ from oscar_sglang.calibration.evaluation.run import Record
 from oscar_sglang.calibration.evaluation.units import Recall, Text, compare, greedy_tokens
 from oscar_sglang.calibration.methods import METHODS
 from oscar_sglang.cli import main
+from scripts.lib.tiny_models import llama, qwen3, random_ids
 
 N = 420
 

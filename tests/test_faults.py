@@ -11,11 +11,11 @@ import time
 
 import pytest
 import torch
-from test_reference import WINDOWS, Pool, Sequence, assert_close, decoded, dense
-from tiny_models import llama
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import Plan, auto, ensure_artifact
+from scripts.lib.tiny_models import llama
+from tests.test_reference import WINDOWS, Pool, Sequence, assert_close, decoded, dense
 
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf, "fp16 overflow": 1e30}
 

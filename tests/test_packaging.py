@@ -42,6 +42,15 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def test_scripts_do_not_import_tests_and_nobody_edits_the_path():
+    """``python -m`` and pytest's ``pythonpath`` put the checkout on it."""
+    for folder in ("scripts", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert folder == "tests" or "tests" not in imports(path), path
+            edits = re.findall(r"^\s*sys\.path(?:\.|\[.*\] *=)", path.read_text(), re.MULTILINE)
+            assert not edits, (path, edits)
+
+
 def test_importing_the_package_is_free():
     code = "import sys, oscar_sglang; print({'torch', 'triton', 'sglang'} & set(sys.modules))"
     assert run(code).strip() == "set()"
@@ -92,11 +101,11 @@ def test_everything_imported_is_installed_by_something():
     assert not missing, {n: str(names[n]) for n in missing}
 
 
-@pytest.mark.parametrize("script", ["plot_kernels.py", "plot_serving.py"])
+@pytest.mark.parametrize("script", ["plot_kernels", "plot_serving"])
 def test_a_plot_without_matplotlib_says_what_to_install(script):
     code = (
         "import runpy, sys; sys.modules['matplotlib'] = None\n"
-        f"runpy.run_path('scripts/{script}', run_name='__main__')"
+        f"runpy.run_module('scripts.{script}', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1

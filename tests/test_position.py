@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, family, random_ids
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as turn_adjacent
@@ -20,6 +19,7 @@ from oscar_sglang.calibration.stats import LayerStats, Moments
 from oscar_sglang.kernels import codec, codec_position
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.codec_position import TILE, Rope
+from scripts.lib.tiny_models import FAMILIES, family, random_ids
 
 D, HK = 64, 2
 THETA = [10000 ** (-2 * i / D) for i in range(D // 2)]

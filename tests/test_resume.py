@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_models import llama, random_ids
 
 from oscar_sglang.calibration import Plan, calibrate, state
 from oscar_sglang.calibration.collect import collect, load_model
@@ -10,6 +9,7 @@ from oscar_sglang.calibration.data import Tokens, load_tokens
 from oscar_sglang.calibration.selfsample import plausible, resample
 from oscar_sglang.calibration.state import Partial
 from oscar_sglang.plugin.model_folder import overridden_folder
+from scripts.lib.tiny_models import llama, random_ids
 
 
 @pytest.fixture(scope="module")

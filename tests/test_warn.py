@@ -3,13 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import family
 
 from oscar_sglang.calibration import Plan, calibrate_codecs
 from oscar_sglang.calibration.data import Tokens
 from oscar_sglang.calibration.fit import LayerFit
 from oscar_sglang.calibration.stats import Moments
 from oscar_sglang.calibration.warn import UNFIT, calibration_warnings, head_similarity
+from scripts.lib.tiny_models import family
 
 D = 16
 

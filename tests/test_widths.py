@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import family, random_ids
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import CalibrationError, Plan, calibrate, widths
@@ -14,6 +13,7 @@ from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore
 from oscar_sglang.pool.sizing import make_plan
+from scripts.lib.tiny_models import family, random_ids
 
 N_SINK = 8
 

@@ -51,6 +51,7 @@ __all__ = [
 
 _SHRINK = RangeRule("shrink", 0.80), RangeRule("shrink", 0.75)
 _RMS = RangeRule("rms", 1.0), RangeRule("rms", 1.0)
+_FEEDBACK = "here, with error feedback as in GPTQ, arXiv 2210.17323"
 CODECS = {
     c.name: c
     for c in (
@@ -60,6 +61,7 @@ CODECS = {
             *_SHRINK,
             search=Feedback(),
             when="default; store and attention in CUDA",
+            source=_FEEDBACK,
         ),
         CodecSpec(
             "accurate",
@@ -67,6 +69,7 @@ CODECS = {
             *_SHRINK,
             search=Accurate(),
             when="retrieval matters more than the cost of a store",
+            source=_FEEDBACK,
         ),
         CodecSpec(
             "compact",
@@ -75,6 +78,7 @@ CODECS = {
             search=Feedback(),
             meta=Compact(),
             when="6% more tokens than `feedback`",
+            source=_FEEDBACK,
         ),
         CodecSpec(
             "accurate-compact",
@@ -83,6 +87,7 @@ CODECS = {
             search=Accurate(),
             meta=Compact(),
             when="both of the above: the least error at the fewest bits, the slowest store",
+            source=_FEEDBACK,
         ),
         CodecSpec(
             "position",
@@ -92,6 +97,7 @@ CODECS = {
             search=Unbiased(),
             meta=Position(),
             when="contexts are long: its error does not grow with them",
+            source=_FEEDBACK,
             fit="before_rope",
         ),
         CodecSpec(
@@ -108,6 +114,7 @@ CODECS = {
             RangeRule("rank", 0.96),
             RangeRule("rank", 0.92),
             when="comparing with the paper, or rotations imported from RotationZoo",
+            source="OSCAR, arXiv 2605.17757",
             family="published",
             fit="oscar",
         ),
@@ -117,6 +124,7 @@ CODECS = {
             *_RMS,
             meta=Scale(),
             when="comparing; few bits without a calibrated grid",
+            source="OSCAR's rotations, arXiv 2605.17757; levels: Max, 1960",
             family="published",
             fit="oscar",
         ),
@@ -127,6 +135,7 @@ CODECS = {
             codec_omni.V_RANGE,
             meta=Channel(),
             when="comparing with OScaR; pages of 128 tokens, no calibration",
+            source="OScaR, arXiv 2605.19660",
             family="published",
             fit="none",
         ),

@@ -243,6 +243,7 @@ class CodecSpec:
     """A served codec.
 
     when    to choose it, for a table
+    source  where it is published
     family  ``ours``, or ``published`` elsewhere: how charts and verdicts tell it from others
     fit     how calibration finds its bases (``calibration.fit``): ``best`` of several a head,
             ``mean``, ``oscar``, ``before_rope``, or ``none``, where there is nothing to measure
@@ -255,6 +256,7 @@ class CodecSpec:
     search: Search = Round()
     meta: Metadata = Affine()
     when: str = ""
+    source: str = "here"
     family: str = "ours"
     fit: str = "best"
     k_bits: int = BITS  # of a layer

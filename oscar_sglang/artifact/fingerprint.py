@@ -22,9 +22,17 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+# Where multimodal configs keep their language model; SGLang looks in the same order.
+_TEXT_PARTS = ("thinker_config", "llm_config", "language_config", "text_config")
 # What lists of kinds call a layer with K and V, and one with a state or nothing at all.
 _LOCAL = ("sliding_attention", "swa", "chunked_attention")
 _ATTENTION = ("full_attention", "attention", "attn", *_LOCAL)
+# Text models whose configs may name a window that SGLang's classes for them leave out.
+_WHOLE = (
+    *("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"),
+    *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+    *("qwen3", "qwen3_moe"),
+)
 _OTHERS = ("linear_attention", "conv", "short_conv", "mamba", "mamba2", "jet", "mlp", "moe")
 _PATTERN = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}  # Nemotron-H, a letter a layer
 
@@ -111,9 +119,12 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a (possibly multimodal) config."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
+    """The language model's part of a (possibly multimodal) config: of an omni model, the part of
+    the thinker, which is what SGLang serves."""
+    for name in _TEXT_PARTS:
+        if isinstance(nested := config.get(name), dict):
+            return text_config(nested)
+    return config
 
 
 def attention_layers(text: dict[str, Any], layers: int) -> list[int]:
@@ -139,6 +150,17 @@ def attention_layers(text: dict[str, Any], layers: int) -> list[int]:
     if isinstance(every, int) and every > 0 and text.get("linear_num_key_heads"):
         return [i for i in range(layers) if (i + 1) % every == 0]
     return list(range(layers))
+
+
+def slides(text: dict[str, Any]) -> bool:
+    """Whether some layers attend to the last tokens only, as SGLang runs the model: in a window or
+    a chunk. What the config says of it counts only where SGLang's class applies it."""
+    if text.get("model_type") in _WHOLE:
+        return False
+    kinds = text.get("layer_types") or ()
+    if text.get("attention_chunk_size") or any(kind in _LOCAL for kind in kinds):
+        return True
+    return not kinds and bool(text.get("sliding_window")) and text.get("use_sliding_window", True)
 
 
 def _layer_kinds(text: dict[str, Any]) -> list[str] | None:

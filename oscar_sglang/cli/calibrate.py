@@ -36,6 +36,14 @@ def add(commands) -> None:
     p.add_argument("--out", required=True, metavar="FILE", help="artifact to write (.safetensors)")
     add_model(p)
     add_sample(p, tokens=8192, seed=0)
+    p.add_argument(
+        "--images",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="pictures that a vision-language model reads besides (default: text alone)",
+    )
     codec = p.add_argument_group("codec")
     codec.add_argument(
         "--codec",
@@ -99,6 +107,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             seed=args.seed,
             context=args.context,
             bits=args.bits,
+            images=tuple(args.images),
             progress=progress,
             engine=args.engine,
             tp=args.tp,

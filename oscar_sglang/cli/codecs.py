@@ -14,18 +14,6 @@ from ..config import CODEC_NAMES, DEFAULT_CODEC
 from .console import add_command
 
 HEAD_DIM = 128
-_FEEDBACK = "here, with error feedback as in GPTQ, arXiv 2210.17323"
-PUBLISHED = {
-    "feedback": _FEEDBACK,
-    "accurate": _FEEDBACK,
-    "compact": _FEEDBACK,
-    "accurate-compact": _FEEDBACK,
-    "position": _FEEDBACK,
-    "aligned": "here",
-    "oscar": "OSCAR, arXiv 2605.17757",
-    "lloyd": "OSCAR's rotations; levels: Max, 1960",
-    "omni": "OScaR, arXiv 2605.19660",
-}
 
 
 class Row(NamedTuple):
@@ -34,6 +22,7 @@ class Row(NamedTuple):
     name: str
     bits: float
     what: str
+    when: str
     published: str
 
 
@@ -45,9 +34,9 @@ def rows() -> Iterator[Row]:
     for name in CODEC_NAMES:
         spec = CODECS[name]
         bits = spec.layout(kv_heads=8, head_dim=HEAD_DIM).bits_per_element
-        if name == "position":
+        if spec.fit == "before_rope":
             bits += EXTRA_BITS
-        yield Row(name, bits, spec.summary, PUBLISHED[name])
+        yield Row(name, bits, spec.summary, spec.when.replace("`", ""), spec.source)
 
 
 def add(commands) -> None:
@@ -55,7 +44,7 @@ def add(commands) -> None:
         commands,
         "codecs",
         run,
-        "List the codecs: bits per element, what each is, where it is published.",
+        "List the codecs: bits per element, what each is, when to choose it, where it is from.",
         "",
         more="Choose one with --oscar-codec on the server, or with calibrate --codec.",
     )
@@ -66,10 +55,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     table.add_column("codec", no_wrap=True)
     table.add_column("bits", justify="right")
     table.add_column("what it is", overflow="fold")
+    table.add_column("choose it when", overflow="fold")
     table.add_column("published", overflow="fold")
     for row in rows():
         default = " (default)" if row.name == DEFAULT_CODEC else ""
-        table.add_row(row.name + default, f"{row.bits:.3f}", row.what, row.published)
+        table.add_row(row.name + default, f"{row.bits:.3f}", row.what, row.when, row.published)
     console.print(table)
     console.print(
         f"bits: per element of history at head_dim {HEAD_DIM}, metadata included (BF16: 16); the "

@@ -41,13 +41,17 @@ def resolve(original: Callable, self: Any) -> None:
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
         from .registration import verify
-        from .startup import choose, finish_arguments
+        from .startup import choose, explain, finish_arguments
 
         verify()
         view = resolving_view(self)
         chosen = choose(view, config_of(self))
         declare_resolution(self, "oscar", **chosen.arguments)
-        original(self)
+        try:
+            original(self)
+        except Exception as error:
+            explain(self, view, error)
+            raise
         config = finish_arguments(self, view, config_of(self), chosen)
         declare_resolution(self, "oscar", kv_cache_dtype=config.dtype)
 

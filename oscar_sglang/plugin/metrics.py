@@ -170,9 +170,7 @@ def after_init(result: Any, self: Any, *_args: Any, **_kwargs: Any) -> None:
         return
     collector = self.metrics_collector if self.current_scheduler_metrics_enabled else None
     reporter = self.oscar = Reporter(self.scheduler, collector)
-    reporter.pool.reset_counters()  # what graph capture ran was no request
-    if reporter.pool.tags:
-        reporter.pool.tags.arm()
+    reporter.pool.ready()
     reporter.publish(reporter.state(exact=True))
 
 

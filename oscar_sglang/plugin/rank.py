@@ -20,7 +20,7 @@ from ..events import log_event
 from ..pool.hybrid import attention_layer_ids
 from ..pool.sizing import ROW_SLACK, make_plan
 from ..pool.varlen import workspace_bytes
-from ..watch.gpu_tags import BYTES_PER_SLOT
+from ..watch.tags import BYTES_PER_SLOT
 from .registration import hooks_in_place, verify
 from .seam import config_of, enabled
 
@@ -168,10 +168,16 @@ class Rank:
 
 
 def kv_cache_dtype(original: Callable, **kwargs: Any) -> Any:
-    """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see)."""
+    """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see).
+
+    Also the first moment at which the model is built and no memory is spent on its cache."""
     if config_of_dtype(kwargs["server_args_kv_cache_dtype"]) is None:
         return original(**kwargs)
+    from ..pool.cpu_backend import refuse_kinds
+
     verify()
+    if kwargs["model"] is not None:
+        refuse_kinds(kwargs["model"])
     return None, kwargs["model_dtype"]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..artifact.fingerprint import slides
 from ..config import OscarError
 from ..kernels.codec import CODECS
 from ..kernels.layout import BLOCK, SUPPORTED_HEAD_DIMS
-from ..pool.hybrid import is_gated_delta_net, is_hybrid
+from ..pool.hybrid import has_known_states, is_hybrid
 from .flags import REFUSED, classes, field_defaults
 
 # Models whose layers attend to what follows a token, which is then not in the cache yet; by class
@@ -113,10 +114,10 @@ def refuse_model(config: Any, tp_size: int = 1) -> None:
         raise OscarError(f"{name} has no KV cache; drop --kv-cache-dtype int2")
     if config.is_encoder_decoder:
         raise OscarError(f"{name} is an encoder-decoder model; drop --kv-cache-dtype int2")
-    if is_hybrid(config) and not is_gated_delta_net(config):
+    if is_hybrid(config) and not has_known_states(config):
         raise OscarError(
-            f"{name} mixes attention with Mamba, convolution or linear-attention layers of a kind "
-            "that int2 is not tested with (tested: Gated DeltaNet, as in Qwen3-Next and Qwen3.5); "
+            f"{name} mixes attention with layers of a kind that int2 is not tested with (tested: "
+            "Gated DeltaNet, Mamba-2 and LFM2's convolutions); "
             "drop --kv-cache-dtype int2"
         )
     if is_hybrid(config) and tp_size > 1:
@@ -124,14 +125,15 @@ def refuse_model(config: Any, tp_size: int = 1) -> None:
             f"int2 is not tested with hybrid models like {name} on several GPUs; drop --tp-size "
             f"{tp_size} or --kv-cache-dtype int2"
         )
-    window = getattr(config.hf_text_config, "sliding_window", None)
-    uses_window = getattr(config.hf_text_config, "use_sliding_window", window is not None)
-    layer_types = getattr(config.hf_text_config, "layer_types", None) or ()
-    local = "sliding_attention" in layer_types or config.attention_chunk_size
-    if config.is_hybrid_swa or local or (window and uses_window):
+    if config.is_hybrid_swa or slides(config.hf_text_config.to_dict()):
         raise OscarError(
             f"{name} has sliding-window (or chunked) attention layers, which int2 does not support "
             "yet; drop --kv-cache-dtype int2"
+        )
+    if config.has_attention_sinks:
+        raise OscarError(
+            f"{name} has learned attention sinks, which int2 does not support; "
+            "drop --kv-cache-dtype int2"
         )
     if config.head_dim not in SUPPORTED_HEAD_DIMS:
         raise OscarError(

@@ -127,12 +127,20 @@ def _create_backend(runner: Any) -> Any:
     if runner.device == "cpu":
         from ..pool.cpu_backend import OscarAttnBackend
 
-        return OscarAttnBackend(runner, config)
-    from ..health.selftest import check_backend
-    from ..pool.gpu_backend import OscarGpuBackend
+        backend: Any = OscarAttnBackend(runner)
+    else:
+        from ..health.selftest import check_backend
+        from ..pool.gpu_backend import OscarGpuBackend
 
-    backend = OscarGpuBackend(runner, config)
-    check_backend(backend.decode_attention, backend.views)
+        backend = OscarGpuBackend(runner)
+        check_backend(backend.decode_attention, backend.views)
+    if config.debug_tags:
+        from ..watch.debug_tags import watch_reads, watch_steps
+
+        if runner.device == "cpu":
+            watch_reads(backend)
+        else:
+            watch_steps(backend, config.debug_tags_every)
     return backend
 
 

@@ -74,6 +74,21 @@ def _codec_of(config: OscarConfig, artifact: art.Artifact | None) -> str:
     return "omni" if config.omni_options else DEFAULT_CODEC
 
 
+def explain(server_args: Any, view: Any, error: Exception) -> None:
+    """Refuse the model instead of ``error``, which stopped SGLang's resolution, if int2 does so:
+    SGLang's steps for some models know no attention backend that is called as ours is."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    try:
+        model = model_config_of(server_args)
+    except Exception:  # then SGLang's error is about the model's files
+        return
+    try:
+        refuse_model(model, view.tp_size)
+    except OscarError as refusal:
+        raise refusal from error
+
+
 def finish_arguments(
     server_args: Any, view: Any, config: OscarConfig, chosen: Chosen
 ) -> OscarConfig:

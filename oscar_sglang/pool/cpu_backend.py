@@ -10,9 +10,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from ..config import OscarConfig, OscarError
+from ..config import OscarError
 from ..kernels import reference
-from ..watch.debug_tags import DebugTags
 from .memory_pool import oscar_pool
 from .parking import park
 
@@ -34,26 +33,45 @@ def _unsupported(layer: RadixAttention) -> str | None:
         return "cross attention"
     if layer.attn_type != AttentionType.DECODER:
         return f"{layer.attn_type.value} attention"
+    if layer.v_head_dim != layer.qk_head_dim:
+        return f"K heads of {layer.qk_head_dim} and V heads of {layer.v_head_dim} channels"
     return None
 
 
-def refuse_layers(model: torch.nn.Module, layer_ids: Iterable[int]) -> None:
-    """Check the attention layers of the model against those that the pool has parameters for.
-
-    At start-up, and the last word: whatever the configuration was taken to say, here are the
-    layers that will be run.
-    """
+def _attention(model: torch.nn.Module) -> list[RadixAttention]:
     layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
     # SGLang's class for models of transformers keeps them beside the modules.
-    layers += getattr(model, "attention_instances", {}).values()
-    for layer in layers:
+    return [*layers, *getattr(model, "attention_instances", {}).values()]
+
+
+def refuse_kinds(model: torch.nn.Module) -> None:
+    """As soon as the model is built: the kinds of its attention layers are what SGLang will run,
+    whatever the configuration was taken to say."""
+    for layer in _attention(model):
         _raise(layer, _unsupported(layer))
+
+
+def refuse_layers(
+    model: torch.nn.Module, layer_ids: Iterable[int], kv_heads: int, head_dim: int
+) -> None:
+    """Check the model's attention layers against the pool: the layers that it has parameters for,
+    and the shape of a token's K and V in it (the heads of this rank)."""
+    refuse_kinds(model)
+    layers = _attention(model)
     found, expected = sorted({layer.layer_id for layer in layers}), sorted(layer_ids)
     if found != expected:
         raise OscarError(
             f"{type(model).__name__} has attention in layers {found}, but there are int2 "
             f"parameters for layers {expected}; drop --kv-cache-dtype int2 (and please report it)"
         )
+    for layer in layers:
+        shape = layer.tp_k_head_num, layer.qk_head_dim
+        if shape != (kv_heads, head_dim):
+            raise OscarError(
+                f"layer {layer.layer_id} has {shape[0]} KV heads of {shape[1]} channels, but the "
+                f"pool is built for {kv_heads} of {head_dim}: int2 needs the same in every layer; "
+                "drop --kv-cache-dtype int2"
+            )
 
 
 def refuse_layer(layer: RadixAttention, k, save_kv_cache: bool, kwargs: dict) -> None:
@@ -83,45 +101,44 @@ class OscarAttnBackend(AttentionBackend):
     that launches forwards, like everything else in the pool.
     """
 
-    def __init__(self, runner: ModelRunner, config: OscarConfig) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
-        refuse_layers(runner.model, self.pool.index)
+        pool = self.pool
+        refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
         park(self.req_to_token_pool, self.pool.parking)
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
-        self.tags: DebugTags | None = None
-        if config.debug_tags:
-            table = self.req_to_token_pool.req_to_token
-            self.tags = self.pool.tags = DebugTags(self.pool.segments, table.shape[1])
-            logger.warning("oscar: debug tags are on: every read is checked, which is slow")
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         fb, seg = forward_batch, self.pool.segments
         if fb.forward_mode.is_idle():
             self.batch = None
             return
+        self.pool.watch.before()
+        started = None
         if fb.forward_mode.is_decode():
             prefix_lens = fb.seq_lens - 1
         else:
             prefix_lens = fb.extend_prefix_lens
-            self._start_requests(fb.req_pool_indices, prefix_lens)
+            started = self._start_requests(fb.req_pool_indices, prefix_lens)
         self.batch = reference.plan_batch(
             seg, fb.req_pool_indices, prefix_lens, fb.seq_lens, fb.out_cache_loc
         )
-        if self.tags:
-            self.tags.begin(self.batch, fb.input_ids, self.req_to_token_pool.req_to_token)
+        self.pool.watch.begins(fb, started)
         self._count()
 
-    def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> None:
-        """Take over request rows that were handed out since they were last seen here."""
+    def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+        """Take over request rows that were handed out since they were last seen here: which [B]."""
+        started = torch.zeros(len(rows), dtype=torch.bool)
         generation = self.req_to_token_pool.req_generation
         n_sink = self.pool.setup.plan.windows.n_sink
-        for row, prefix in zip(rows.tolist(), prefix_lens.tolist(), strict=True):
+        for i, (row, prefix) in enumerate(zip(rows.tolist(), prefix_lens.tolist(), strict=True)):
             if row == 0 or generation[row] == self.seen_generation[row]:
                 continue
+            started[i] = True
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
@@ -134,8 +151,7 @@ class OscarAttnBackend(AttentionBackend):
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()
                 hits = reference.restore_sinks(self.pool.segments, row, slots)
                 self.pool.device_counters += torch.tensor([hits, cached - hits, 1])
-            if self.tags:
-                self.tags.start(row, self.req_to_token_pool.req_to_token[row, :prefix].long())
+        return started
 
     def _count(self) -> None:
         prefix, scratch = self.batch.prefix_lens, self.pool.scratch.shape[1]
@@ -172,8 +188,7 @@ class OscarAttnBackend(AttentionBackend):
         )
         if self.pool.observer:
             self.pool.observer(index, q, k, v, out)
-        if self.tags and index == 0:
-            self.tags.check_reads()
+        self.pool.watch.attended(index)
         reference.store(self.pool.segments, index, self.batch, k, v)
         return out.to(q.dtype).flatten(1)
 

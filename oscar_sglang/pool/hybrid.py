@@ -12,12 +12,18 @@ def is_hybrid(config: Any) -> bool:
     return mambaish_config(config) is not None
 
 
-def is_gated_delta_net(config: Any) -> bool:
-    """The one kind of state layers that int2 is tested beside."""
-    from sglang.srt.configs import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3NextConfig
+def has_known_states(config: Any) -> bool:
+    """Whether the state layers are of a kind that int2 is tested beside: Gated DeltaNet, Mamba-2,
+    LFM2's convolutions."""
+    from sglang.srt import configs
 
-    kinds = (Qwen3NextConfig, Qwen3_5Config, Qwen3_5MoeConfig)
-    return any(isinstance(c, kinds) for c in (config.hf_config, config.hf_text_config))
+    text = configs.Qwen3NextConfig, configs.Qwen3_5Config, configs.Qwen3_5MoeConfig
+    plain = (
+        *(configs.NemotronHConfig, configs.GraniteMoeHybridConfig, configs.FalconH1Config),
+        *(configs.Lfm2Config, configs.Lfm2MoeConfig),
+    )
+    inside = any(isinstance(c, text) for c in (config.hf_config, config.hf_text_config))
+    return inside or isinstance(config.hf_config, plain)
 
 
 def attention_layer_ids(kvc: Any) -> list[int]:

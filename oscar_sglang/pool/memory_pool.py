@@ -21,6 +21,7 @@ from .hybrid import attention_pool
 from .memory_log import block
 from .parking import Parking
 from .varlen import workspace_bytes
+from .watching import NoWatch, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class OscarKVPool(MHATokenToKVPool):
         self.setup = setup
         self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
-        self.tags: Any = None  # of --oscar-debug-tags, set by the attention backend
+        self.watch: Watch = NoWatch()
         # Called with a layer's index, q, k, v and output of an extend, while recalibrating.
         self.observer: Callable[..., None] | None = None
         self.calibration = Calibration(
@@ -246,6 +247,11 @@ class OscarKVPool(MHATokenToKVPool):
     def windows(self) -> WindowLayout:
         return self.setup.plan.windows
 
+    def ready(self) -> None:
+        """The server is ready: what graph capture and warm-up ran was no request."""
+        self.reset_counters()
+        self.watch.ready()
+
     def reset_counters(self) -> None:
         self.counters = Counters()
         self.device_counters.zero_()
@@ -281,7 +287,7 @@ class OscarKVPool(MHATokenToKVPool):
             "bytes": parts,
             "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),
-            **({"debug_tags": self.tags.stats()} if self.tags else {}),
+            **self.watch.stats(),
             **counters,
         }
 

@@ -146,6 +146,7 @@ class Runner:
             seq_lens_sum=int(seq.sum()),
             out_cache_loc=tensor(new_slots),
             positions=tensor(positions),
+            mrope_positions=tensor(positions).expand(3, -1).contiguous(),  # of text
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
             **extend,

@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from shapes import CACHES, SHAPES
+from scripts.lib.shapes import CACHES, SHAPES
 
 SCENARIOS = ("memory", "prefill", "decode", "ttft", "job", "agents")
 

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 VOCAB = 256
 _PEAK = 8
@@ -37,13 +42,23 @@ _HYBRID = dict(
     linear_key_head_dim=64,
     linear_value_head_dim=64,
 )
-HYBRID_FAMILIES = ("qwen3-next", "qwen3.5")
+# Mamba-2 in every other layer, or beside every attention layer.
+_MAMBA = dict(mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=64)
+HYBRID_FAMILIES = (*("qwen3-next", "qwen3.5", "nemotron-h", "granite-hybrid", "falcon-h1", "lfm2"),)
 # What sets an architecture apart for a KV cache, at the smallest size.
 FAMILIES = {
     "llama-64": dict(model_type="llama", head_dim=64),
     "llama-256": dict(model_type="llama", head_dim=256),
     "qwen2": dict(model_type="qwen2"),  # biased K, head_dim 128 / 4
     "qwen3": dict(model_type="qwen3", head_dim=128),  # QK-norm
+    # Windows that SGLang leaves out: its classes attend to everything.
+    "mistral": dict(model_type="mistral", head_dim=64, sliding_window=16),
+    "qwen2-window": dict(
+        model_type="qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "phi4-mini": dict(  # one projection of Q, K and V, RoPE on three quarters of the channels
+        model_type="phi3", sliding_window=16, partial_rotary_factor=0.75, pad_token_id=0
+    ),
     "qwen3-moe": dict(model_type="qwen3_moe", head_dim=64, num_experts=4, **_MOE),
     "glm4-moe": dict(  # biased K, QK-norm, RoPE on half of the channels, a dense first layer
         model_type="glm4_moe",
@@ -63,6 +78,90 @@ FAMILIES = {
         **_HYBRID,
     ),
     "qwen3.5": dict(model_type="qwen3_5_text", **_HYBRID),
+    "nemotron-h": dict(  # no RoPE; layers without a mixer of tokens, too
+        model_type="nemotron_h",
+        head_dim=64,
+        num_hidden_layers=6,
+        hybrid_override_pattern="M*-M*-",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        chunk_size=64,
+    ),
+    "granite-hybrid": dict(  # no RoPE
+        model_type="granitemoehybrid",
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_d_head=64,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=128,
+        position_embedding_type="nope",
+        **_MAMBA,
+    ),
+    "falcon-h1": dict(
+        model_type="falcon_h1", head_dim=64, mamba_d_head=32, mamba_d_ssm=128, **_MAMBA
+    ),
+    "lfm2": dict(
+        model_type="lfm2",
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+    ),
+}
+# Tokens that pictures need, the last ones of the vocabulary.
+SPECIAL = {
+    name: VOCAB - 6 + i
+    for i, name in enumerate(
+        (
+            "<|vision_start|>",
+            "<|vision_end|>",
+            "<|image_pad|>",
+            "<|video_pad|>",
+            "<|im_end|>",
+            "<e>",
+        )
+    )
+}
+PATCH = 8
+_VISION = dict(
+    depth=2,
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=2,
+    patch_size=PATCH,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+)
+_VISION_IDS = dict(
+    image_token_id=SPECIAL["<|image_pad|>"],
+    video_token_id=SPECIAL["<|video_pad|>"],
+    vision_start_token_id=SPECIAL["<|vision_start|>"],
+    vision_end_token_id=SPECIAL["<|vision_end|>"],
+)
+
+
+def _mrope(*sections: int, **more) -> dict:
+    plain = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    return plain | more
+
+
+# Models of text and pictures: positions in three dimensions.
+FAMILIES |= {
+    "qwen3-vl": dict(
+        model_type="qwen3_vl",
+        text_config=dict(head_dim=64, rope_parameters=_mrope(12, 10, 10, mrope_interleaved=True)),
+        vision_config=dict(
+            _VISION, out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0]
+        ),
+        **_VISION_IDS,
+    ),
+    "qwen2.5-vl": dict(  # biased K; its window is for layers that none of its checkpoints has
+        model_type="qwen2_5_vl",
+        text_config=dict(rope_parameters=_mrope(4, 6, 6)),
+        vision_config=dict(_VISION, out_hidden_size=128, fullatt_block_indexes=[1], window_size=32),
+        **_VISION_IDS,
+    ),
 }
 # config.json of the first of them, for runs with dummy weights or with none at all.
 LLAMA = {
@@ -82,11 +181,27 @@ def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:
     ``sharp``: distributions far from uniform, so that differences of them mean something.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**_COMMON, **FAMILIES[name], **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    spec = FAMILIES[name]
+    if "text_config" in spec:
+        text = {**_COMMON, **spec["text_config"], **changes}
+        config = AutoConfig.for_model(**{**spec, "text_config": text})
+    else:
+        config = AutoConfig.for_model(**{**_COMMON, **spec, **changes})
+    plain = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model = (AutoModelForCausalLM if plain else AutoModelForImageTextToText).from_config(config)
     if sharp:
         _sharpen(model)
-    return _write(model, folder)
+    _write(model, folder)
+    if pattern := spec.get("hybrid_override_pattern"):  # as checkpoints have it
+        edit_config(folder, hybrid_override_pattern=pattern, layers_block_type=None)
+    return folder
+
+
+def head_dim(name: str) -> int:
+    """Channels of a head of one of ``FAMILIES``."""
+    spec = FAMILIES[name]
+    text = _COMMON | spec.get("text_config", spec)
+    return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
 def llama(folder: Path) -> Path:
@@ -128,6 +243,8 @@ def _write(model, folder: Path) -> Path:
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 p.mul_(_PEAK)  # attention that is not uniform
+            elif "visual.merger" in name:
+                p.mul_(_PEAK)  # pictures that make a difference
             elif name.endswith(".bias"):  # they start as zeros
                 # Values that are mostly bias would make all contexts alike.
                 p.normal_(std=0.05 if name.endswith("v_proj.bias") else 0.5)

@@ -1,29 +1,13 @@
 """Kernel tests: one body for a GPU and for Triton's interpreter on a CPU (tiny shapes there)."""
 
-import importlib
-import os
-from pathlib import Path
-
 import pytest
 import torch
+import triton
 
-# Triton decides at import whether kernels are interpreted; servers that other tests start must not
-# inherit that.
-INTERPRET = not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
-if INTERPRET:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import triton.experimental.gluon.language  # noqa: E402, F401  the interpreter loads it late
-from emulated import compiler, cuda  # noqa: E402, F401  fixtures
-
-from oscar_sglang.kernels import codec, layout, reference  # noqa: E402
-from oscar_sglang.kernels.layout import WindowLayout  # noqa: E402
-from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore  # noqa: E402
-
-for file in sorted(Path(layout.__file__).parent.glob("*.py")):
-    importlib.import_module(f"oscar_sglang.kernels.{file.stem}")
-if INTERPRET:
-    del os.environ["TRITON_INTERPRET"]
+from oscar_sglang.kernels import codec, reference
+from oscar_sglang.kernels.layout import WindowLayout
+from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
+from tests.support.emulated import compiler, cuda  # noqa: F401  fixtures
 
 
 def pytest_collection_modifyitems(items):

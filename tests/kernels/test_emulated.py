@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated import EMULATOR
 
 from oscar_sglang.health.selftest import check_served
 from oscar_sglang.kernels import codec, cuda_attend, cuda_store
@@ -22,6 +21,7 @@ from oscar_sglang.kernels.decode import DecodeAttention
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.plan import plan_attend
 from oscar_sglang.kernels.views import prepare_queries, query_buffer
+from tests.support.emulated import EMULATOR
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="without a GPU only: one runs the kernels themselves"

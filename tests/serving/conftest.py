@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import LLAMA
-from vectors import DATA
 
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
+from scripts.lib.tiny_models import LLAMA
+from tests.support.vectors import DATA
 
 if not has_gpu():
     enter_cpu_mode()  # before anything imports sglang
@@ -27,7 +27,7 @@ CALIBRATION = f"{DATA / 'smollm2_tokens.npz'}:cal_tech"
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, converted once per checkout."""
     target = Path(os.environ.get("OSCAR_DEMO_MODEL", ROOT / ".cache" / "smollm2-135m"))
-    subprocess.run([sys.executable, ROOT / "scripts" / "demo_model.py", target], check=True)
+    subprocess.run([sys.executable, "-m", "scripts.demo_model", target], cwd=ROOT, check=True)
     return target
 
 

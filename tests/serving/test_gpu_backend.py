@@ -3,19 +3,17 @@ its debug tags. And when a server checks its kernels."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 
 from oscar_sglang.health import selftest
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.launch_server import has_gpu
+from scripts.lib import tiny_models
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 
@@ -29,14 +27,8 @@ SAID = {
 
 
 def run(model: Path, codec: str, every: int) -> dict:
-    script = Path(__file__).parents[1] / "backend_parity.py"
-    done = subprocess.run(
-        [sys.executable, script, model, codec, str(every)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    interpreted = {} if has_gpu() else {"TRITON_INTERPRET": "1"}
+    return result_of("backend_parity", model, codec, every, **interpreted)
 
 
 @pytest.mark.gpu

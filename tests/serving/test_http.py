@@ -8,10 +8,10 @@ import urllib.error
 
 import pytest
 import torch
-from server import Server
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

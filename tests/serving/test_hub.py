@@ -12,12 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_hub import NAME, Hub
 from huggingface_hub import HfFileSystem, constants
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
-from tiny_models import edit_config, llama
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.artifact.weights import weight_files
@@ -26,6 +24,8 @@ from oscar_sglang.config import OscarError
 from oscar_sglang.health import doctor
 from oscar_sglang.launch_server import cpu_environment
 from oscar_sglang.plugin.model_folder import NamedModel, model_folder
+from scripts.lib.tiny_models import edit_config, llama
+from tests.support.fake_hub import NAME, Hub
 
 pytestmark = pytest.mark.sglang
 

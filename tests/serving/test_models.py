@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from tiny_models import FAMILIES
 
 from oscar_sglang.kernels.layout import SUPPORTED_HEAD_DIMS, HistoryLayout
+from scripts.lib.tiny_models import FAMILIES, head_dim
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    script = Path(__file__).parents[1] / "model_parity.py"
-    folder = tmp_path_factory.mktemp("families")
-    done = subprocess.run(
-        [sys.executable, script, folder, *FAMILIES], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return result_of("model_parity", tmp_path_factory.mktemp("families"), *FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -35,13 +26,12 @@ def test_family(results, name):
     # Fresh prompts are exact, the rest reads codes: another answer, but a related one.
     assert max(result["narrow"][:2]) < 1e-4
     assert 1e-4 < max(result["narrow"]) < 2, result["narrow"]
-    pool, config = result["pool"], FAMILIES[name]
-    dim = config.get("head_dim", 128 // 4)
+    pool, dim = result["pool"], head_dim(name)
     assert (pool["layers"], pool["heads"], pool["dim"]) == (2, 2, dim)
     assert pool["bits_per_element"] == HistoryLayout(2, dim).bits_per_element
     assert pool["bytes"] == pool["planned_bytes"]
 
 
 def test_families_cover_the_head_dims_of_real_models():
-    dims = {config.get("head_dim") for config in FAMILIES.values()}
-    assert {64, 128, 256} <= dims and dims - {None} <= set(SUPPORTED_HEAD_DIMS)
+    dims = set(map(head_dim, FAMILIES))
+    assert {64, 128, 256} <= dims <= set(SUPPORTED_HEAD_DIMS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server import Server
-from tiny_models import qwen3, random_ids
+
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import qwen3, random_ids
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT = 8, 32

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import LLAMA
 
 from oscar_sglang.artifact import file as artifact
+from scripts.lib.tiny_models import LLAMA
 
 pytestmark = pytest.mark.sglang
 
@@ -21,8 +21,8 @@ MODELS = {
     "head96": {**LLAMA, "head_dim": 96},
     "window": {
         **LLAMA,
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
         "sliding_window": 128,
     },
     "gemma": {
@@ -31,6 +31,19 @@ MODELS = {
         "model_type": "gemma2",
         "sliding_window": 128,
         "query_pre_attn_scalar": 64,
+    },
+    "gpt-oss": {
+        **LLAMA,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        **dict(d_model=128, encoder_attention_heads=4, decoder_attention_heads=4),
+        **dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=128, decoder_ffn_dim=128),
     },
     "hybrid": {
         **LLAMA,
@@ -47,6 +60,26 @@ MODELS = {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
         "layer_types": ["conv", "full_attention"],
+    },
+    "lightning": {
+        **LLAMA,
+        "architectures": ["JetNemotronForCausalLM"],
+        "model_type": "jet_nemotron",
+        "layer_types": ["jet", "attn"],
+        "efficient_attention_config": {},
+    },
+    "kimi": {
+        **LLAMA,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "linear_attn_config": {
+            **dict(kda_layers=[1], full_attn_layers=[2], num_heads=2, head_dim=32),
+            "short_conv_kernel_size": 4,
+        },
     },
     "mla": {
         **LLAMA,
@@ -82,6 +115,8 @@ CASES = {
     "head_dim 96": ("head96", "good", (), {}, ["head_dim 96", "powers of two"]),
     "sliding window": ("window", "good", (), {}, ["sliding-window", "drop --kv-cache-dtype"]),
     "hybrid sliding window": ("gemma", "good", (), {}, ["sliding-window"]),
+    "local layers and sinks": ("gpt-oss", "good", (), {}, ["sliding-window", "drop --kv-cache"]),
+    "cross attention": ("whisper", "good", (), {}, ["encoder-decoder", "drop --kv-cache-dtype"]),
     "MLA": ("mla", "good", (), {}, ["MLA", "drop --kv-cache-dtype"]),
     "HiCache": ("llama", "good", ("--enable-hierarchical-cache",), {}, ["drop --enable-hier"]),
     "disaggregation": (
@@ -237,9 +272,9 @@ def results(tmp_path_factory):
         "argv": ["--model-path", str(folder / "llama"), "--device", "cpu"]
         + ["--oscar-sink-tokens", "8"]
     }
-    launcher = Path(__file__).parents[1] / "fork_launcher.py"
     done = subprocess.run(
-        [sys.executable, launcher],
+        [sys.executable, "-m", "tests.support.fork_launcher"],
+        cwd=Path(__file__).parents[2],
         input=json.dumps([*(case(*c) for c in CASES.values()), bare]),
         stdout=subprocess.PIPE,
         text=True,
@@ -267,14 +302,20 @@ def test_other_hybrid_models_are_refused(tmp_path):
     from oscar_sglang.config import OscarError
     from oscar_sglang.plugin.refusals import refuse_model
 
-    for name in ("hybrid", "short convolution"):  # SGLang keeps what it reads from a folder
+    def config(name):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(MODELS[name]))
-    refuse_model(ModelConfig(str(tmp_path / "hybrid")))
+        return ModelConfig(str(tmp_path / name))
+
+    hybrid = config("hybrid")
+    refuse_model(hybrid)
+    refuse_model(config("short convolution"))
     with pytest.raises(OscarError, match="several GPUs.*drop --tp-size 2"):
-        refuse_model(ModelConfig(str(tmp_path / "hybrid")), tp_size=2)
-    with pytest.raises(OscarError, match="convolution.*not tested.*drop --kv-cache-dtype int2"):
-        refuse_model(ModelConfig(str(tmp_path / "short convolution")))
+        refuse_model(hybrid, tp_size=2)
+    with pytest.raises(OscarError, match="not tested.*drop --kv-cache-dtype int2"):
+        refuse_model(config("lightning"))
+    with pytest.raises(OscarError, match="MLA attention.*drop --kv-cache-dtype int2"):
+        refuse_model(config("kimi"))
 
 
 QUANTISED = {

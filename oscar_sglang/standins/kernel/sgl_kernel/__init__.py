@@ -4,6 +4,8 @@ SGLang's CPU engine calls only the functions below for text models; any other us
 message instead of computing something else.
 """
 
+import torch
+
 __version__ = "0.4.5"
 
 
@@ -29,3 +31,16 @@ def __getattr__(name):
         )
 
     return missing
+
+
+# What SGLang's models take from torch's registry while they are imported: the processor of every
+# Qwen model with pictures imports those of Qwen3.5.
+for _name in (
+    "fused_gdn_gating_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    setattr(torch.ops.sgl_kernel, _name, __getattr__(_name))

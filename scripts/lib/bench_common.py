@@ -148,7 +148,7 @@ class Cache:
         flat = store.blocks[0].view(-1).view(torch.int32)
         for i in range(0, flat.numel(), 1 << 28):
             flat[i : i + (1 << 28)].random_(-(2**31), 2**31 - 1)
-        *_, meta = store._views(0)
+        *_, meta = store.views(0)
         for x in store.channels:
             x[..., 0].uniform_(0.4, 0.9)
             x[..., 1].uniform_(-1.4, -0.6)
@@ -187,7 +187,7 @@ class Cache:
             dtype=torch.bfloat16, windows=self.windows, page_size=self.page,
             max_batch=self.batch, device=DEV, triton_only=triton_only, block=self.layout.block,
         )  # fmt: skip
-        chosen, shape = own._shape(self.batch, 1)
+        chosen, shape = own.choose(self.batch, 1)
         if form is not None:
             chosen, shape = form, (shape[0], form.splits, *shape[2:])
         pool = torch.empty(Partials.numel(*shape), device=DEV)

@@ -15,7 +15,7 @@ import torch
 
 from oscar_sglang.kernels import cuda_attend, cuda_store, plan
 
-EMULATOR = Path(__file__).parent / "kernels" / "emulator"
+EMULATOR = Path(__file__).parents[1] / "kernels" / "emulator"
 # $OSCAR_KERNEL_SOURCES: others to build (``mutation_check.py``).
 SOURCES = Path(os.environ.get("OSCAR_KERNEL_SOURCES", Path(plan.__file__).parent))
 DEVICE = SimpleNamespace(

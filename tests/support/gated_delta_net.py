@@ -17,17 +17,27 @@ def _runs(query_start_loc, cache_indices):
     return zip(starts, starts[1:], cache_indices.tolist(), strict=False)
 
 
-def _convolve(x, state, weight, bias):
-    """Depthwise causal convolution and SiLU of x [B, C, T] after state [B, C, width - 1], which
-    becomes the last inputs."""
+def _convolve(x, state, weight, bias, activation):
+    """Depthwise causal convolution of x [B, C, T] after state [B, C, width - 1], which becomes the
+    last inputs; then SiLU, if asked for."""
     seen = torch.cat([state, x], dim=-1).to(weight.dtype)
     state.copy_(seen[..., -state.shape[-1] :])
     out = F.conv1d(seen, weight[:, None], bias, groups=len(weight))
-    return F.silu(out[..., -x.shape[-1] :]).to(x.dtype)
+    out = out[..., -x.shape[-1] :]
+    return (F.silu(out) if activation else out).to(x.dtype)
 
 
 def causal_conv1d_fn_cpu(
-    x, weight, bias, *, conv_states, query_start_loc, cache_indices, has_initial_state, **_
+    x,
+    weight,
+    bias,
+    *,
+    conv_states,
+    query_start_loc,
+    cache_indices,
+    has_initial_state,
+    activation="silu",
+    **_,
 ):
     """x [channels, T], sequences one after the other; states [slots, channels, width - 1]."""
     out = torch.empty_like(x)
@@ -36,13 +46,13 @@ def causal_conv1d_fn_cpu(
             conv_states[slot] = 0
         state = conv_states[slot : slot + 1]
         rows = x[None, :, start:end]
-        out[:, start:end] = _convolve(rows, state, weight, bias)[0]
+        out[:, start:end] = _convolve(rows, state, weight, bias, activation)[0]
     return out
 
 
-def causal_conv1d_update_cpu(x, conv_states, weight, bias, _activation, *, conv_state_indices):
+def causal_conv1d_update_cpu(x, conv_states, weight, bias, activation=None, *, conv_state_indices):
     state = conv_states[conv_state_indices]
-    out = _convolve(x[..., None], state, weight, bias)[..., 0]
+    out = _convolve(x[..., None], state, weight, bias, activation)[..., 0]
     conv_states[conv_state_indices] = state
     return out
 

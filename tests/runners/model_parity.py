@@ -1,6 +1,6 @@
 """Run by serving/test_models.py in a process of its own: one import of SGLang, a fork per run.
 
-    python model_parity.py FOLDER FAMILY...
+    python -m tests.runners.model_parity FOLDER FAMILY...
 
 Each family runs on SGLang's own cache, on int2 with windows that hold everything, and on int2 with
 small ones. Prints a JSON object: family -> error, or relative differences of logits and the plan.
@@ -14,15 +14,12 @@ import sys
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
+import torch
 
-import gated_delta_net  # noqa: E402
-import inprocess  # noqa: E402
-import torch  # noqa: E402
-from tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family  # noqa: E402
-
-from oscar_sglang.artifact import file as art  # noqa: E402
+from oscar_sglang.calibration import Plan, calibrate
+from scripts.lib import inprocess
+from scripts.lib.tiny_models import FAMILIES, HYBRID_FAMILIES, VOCAB, family
+from tests.support import gated_delta_net, state_space
 
 RUNS = {"stock": None, "wide": (256, 256), "narrow": (4, 12)}
 
@@ -36,7 +33,8 @@ def native_router() -> None:
 
 
 def scenario(runner: inprocess.Runner) -> torch.Tensor:
-    """A prompt, a second chunk, a prefix hit in a mixed batch, decode steps: logits [n, vocab]."""
+    """A prompt, a second chunk, a prefix hit in a mixed batch, decode steps, a row that is handed
+    to another: logits [n, vocab]."""
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (4, 120), generator=g).tolist()
     a, b = runner.request(1), runner.request(2)
@@ -46,6 +44,10 @@ def scenario(runner: inprocess.Runner) -> torch.Tensor:
     out.append(runner.extend((hit, ids[2][:9]), (b, ids[1][5:6])))
     for step in range(4):
         out.append(runner.decode((a, ids[3][step]), (b, ids[3][step + 10]), (hit, ids[2][step])))
+    # b is retracted: its row goes to a prompt of all its tokens, in other slots.
+    again = runner.request(2)
+    out.append(runner.extend((again, b.tokens), (hit, ids[2][9:12])))
+    out.append(runner.decode((again, ids[3][20]), (hit, ids[3][21])))
     return torch.cat(out)
 
 
@@ -94,7 +96,8 @@ def forked(function, *args) -> dict:
 
 
 def compare(folder: Path) -> dict:
-    art.data_free(art.Fingerprint.of(folder), "feedback").save(artifact_of(folder))
+    # As a first start does, but for fewer tokens.
+    calibrate(Plan(folder, tokens=512)).save(artifact_of(folder))
     found = {name: forked(run, folder, windows) for name, windows in RUNS.items()}
     if errors := [f"{name}: {r['error']}" for name, r in found.items() if "error" in r]:
         return {"error": "\n".join(errors)}
@@ -114,6 +117,7 @@ def main(folder: Path, names: list[str]) -> None:
     load_plugins()
     native_router()
     gated_delta_net.install()
+    state_space.install()
     assert set(names) <= set(FAMILIES)
     print(json.dumps({name: compare(family(name, folder / name)) for name in names}))
 
