@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_sglang.calibration import calibrate
+from oscar_sglang.calibration import Plan, calibrate
 from scripts.lib.server import Server
 from scripts.lib.tiny_models import family
 from scripts.lib.tiny_vision import data_url, picture, with_processor
