@@ -86,6 +86,10 @@ class Parking:
         """Nobody may take over what is in the rows now."""
         self._left.clear()
 
+    def left(self) -> set[int]:
+        """Rows whose ring may be taken over."""
+        return set(self._left)
+
     def forget(self, row: int) -> None:
         """Nobody may take over what is in ``row`` now."""
         self.source[row] = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from server import Server
-from tiny_models import qwen3, random_ids
+
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import qwen3, random_ids
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT, CHUNK = 8, 32, 178
@@ -14,7 +15,7 @@ SINK, RECENT, CHUNK = 8, 32, 178
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parked_windows")
     flags = ["--kv-cache-dtype", "int2", "--dtype", "float32", "--skip-tokenizer-init"]
-    flags += ["--max-running-requests", "4", "--max-total-tokens", "2000"]
+    flags += ["--max-running-requests", "4", "--max-total-tokens", "2000", "--oscar-debug-tags"]
     flags += ["--oscar-sink-tokens", str(SINK), "--oscar-recent-tokens", str(RECENT)]
     flags += ["--oscar-prefix-window", "park", "--oscar-parked-rows", "2"]
     flags += ["--chunked-prefill-size", str(CHUNK)]
