@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from . import codec_omni, codec_position
 from .codec_accurate import Accurate
 from .codec_affine import (
@@ -160,3 +162,13 @@ class LayerCodec(NamedTuple):
 
     spec: CodecSpec
     params: LayerParams
+
+    def quantised(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a cache returns for k, v [T, Hk, D] of the model at ``positions`` [T]: float32,
+        still rotated by r_k, r_v."""
+        spec, p = self
+        k_rows = spec.encode_k(p, rotate(k.float(), p.r_k), positions)
+        v_rows = spec.encode_v(p, rotate(v.float(), p.r_v))
+        return spec.decode_k(p, k_rows, positions), spec.decode_v(p, v_rows)

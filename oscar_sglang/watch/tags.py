@@ -30,25 +30,24 @@ computed here and not asked from the code under test. Nothing but a check waits 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..kernels.codec import Rows
-from ..kernels.reference import Segments
+from ..kernels.reference import Segments, first_exact
+from ..pool.watching import Watch
 from .places import Flat, OwnershipError, Places, checksum
 
 if TYPE_CHECKING:
     from ..pool.parking import Parking
     from ..pool.prefix_tiles import ExtendPlan
-
-logger = logging.getLogger(__name__)
+    from ..pool.sglang_types import ForwardBatch
 
 DEFAULT_EVERY = 16
 BYTES_PER_SLOT = 32  # of ``slots`` and ``token``
-# Forwards of warm-up before ``arm``: a few for each captured size. Real ones soon are more.
+# Forwards of warm-up before ``ready``: a few for each captured size. Real ones soon are more.
 UNARMED_STEPS = 2000
 _SUM_BYTES = 1 << 23  # rows checksummed at a time; each byte is widened to 8
 
@@ -68,7 +67,7 @@ class Fresh(NamedTuple):
     begun: torch.Tensor
 
 
-class Tags:
+class Tags(Watch):
     """A pool's ``Watch``, on any device; silent until ``ready``: what graph capture and warm-up run
     is no request."""
 
@@ -118,7 +117,9 @@ class Tags:
         if self.watching:
             self.seal()
 
-    def begins(self, fb: Any, started: torch.Tensor | None, plan: ExtendPlan | None = None) -> None:
+    def begins(
+        self, fb: ForwardBatch, started: torch.Tensor | None, plan: ExtendPlan | None = None
+    ) -> None:
         if not self.watching:
             return
         if started is None:
@@ -135,9 +136,6 @@ class Tags:
             self.check(rows, prefix)
             self.probed_requests += self.probe(rows, prefix, plan)
         self.begin(rows, prefix, ends, fb.input_ids[:total], fb.out_cache_loc[:total])
-
-    def attended(self, layer: int) -> None:
-        """Kernels are not watched while they read."""
 
     def _live(self) -> bool:
         """Whether the step that begins is a request's. Raises OwnershipError where ``ready`` was
@@ -309,8 +307,8 @@ class Tags:
 
     def boundary(self, prefix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """First position [B] after the sink that the next token of a request reads exactly."""
-        low = torch.maximum(self.row_start[rows], prefix + 1 - self.n_recent)
-        return (low + (-low) % self.block).clamp_min(self.n_sink)
+        start = self.row_start[rows]
+        return first_exact(prefix + 1, start, self.n_sink, self.n_recent, self.block)
 
     def check(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
         """rows, prefix [B]: everything that attention is about to read of the cache."""
