@@ -39,25 +39,25 @@ def begin_rows(
     rows: torch.Tensor,
     prefix_lens: torch.Tensor,
     started: torch.Tensor,
-    source: torch.Tensor | None = None,
-    low: torch.Tensor | None = None,
+    taken: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """``WindowStore.begin`` of every request of a batch, without a host synchronisation.
 
     windows            the pool's ``WindowStore``
     rows, prefix_lens  [B] int64
     started            [B] bool   requests that have just taken their row; others are left alone
-    source, low        [R] int64  of each row: whose ring it takes over (0: nobody's), and the first
-                                  position that is exact there; None: no row takes over any
+    taken              [R] int64 both: whose ring each row takes over (0: nobody's), and the first
+                       position that is exact there; None: no row takes over any
     No row that another request of the batch has just taken may be a source.
     """
     first, start, written = prefix_lens, windows.recent_start, windows.written
-    if source is not None:
+    if taken is not None:
+        source, low = taken
         first = torch.maximum(low[rows], prefix_lens - windows.windows.n_recent)
         first = torch.where(source[rows] != 0, first, prefix_lens)
     start[rows] = torch.where(started, first, start[rows])
     written[rows] = torch.where(started, prefix_lens, written[rows])
-    if source is None:
+    if taken is None:
         return
     keys = windows.recent_k.stack
     layers, _, n_recent, heads, dim = keys.shape

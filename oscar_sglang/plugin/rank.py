@@ -164,7 +164,7 @@ class Rank:
             data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
             layer_ids=tuple(self.layer_ids),
             context=self.kvc.model_config.context_len + ROW_SLACK,
-            prefix_window=config.prefix_window,
+            prefix_window=config.prefix_window or "reuse",
             reprefill_tail=self.reprefill_tail(),
             decode_attention=self.attention,
             prefill_attention=config.prefill_attention,

@@ -135,10 +135,10 @@ class OscarAttnBackend(AttentionBackend):
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
-            parking, taken = self.pool.parking, ()
+            parking, source, low = self.pool.parking, 0, 0
             if parking:
-                taken = int(parking.source[row]), int(parking.low[row])
-            self.pool.segments.windows.begin(row, prefix, *taken)
+                source, low = int(parking.source[row]), int(parking.low[row])
+            self.pool.segments.windows.begin(row, prefix, source, low)
             if prefix:
                 cached = min(prefix, n_sink)
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()

@@ -175,9 +175,10 @@ class OscarGpuBackend(AttentionBackend):
         started = (generation != self.seen_generation[rows]) & (rows > 0)
         self.seen_generation[rows] = generation
         windows, parking = self.pool.segments.windows, self.pool.parking
-        taken = (parking.source, parking.low) if parking else ()
-        taken = (to_device(t, self.device) for t in taken)
-        begin_rows(windows, rows, prefix_lens, started, *taken)
+        taken = None
+        if parking:
+            taken = to_device(parking.source, self.device), to_device(parking.low, self.device)
+        begin_rows(windows, rows, prefix_lens, started, taken)
         windows.go_on(rows, prefix_lens)
         if any(fb.extend_prefix_lens_cpu):
             restore_sinks(

@@ -38,7 +38,7 @@ def test_begin_equals_the_reference(device, heads, dim, n_recent):
     source = torch.zeros(ROWS, dtype=torch.int64, device=device)
     low = source.clone()
     source[rows], low[rows] = whose, first
-    begin_rows(got, rows, prefix, started, source, low)
+    begin_rows(got, rows, prefix, started, (source, low))
     for row, length, starts, *taken in CASES:
         if starts:
             want.begin(row, length, *taken)
