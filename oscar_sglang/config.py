@@ -327,12 +327,3 @@ def portable_kernels() -> bool:
     if value not in ("cuda", "triton"):
         raise OscarError(f"${KERNELS_VARIABLE} is cuda or triton, got {value!r}")
     return value == "triton"
-
-
-def cache_dir() -> Path:
-    """Where artifacts and compiled kernels live: $OSCAR_SGLANG_CACHE, else the XDG cache
-    directory."""
-    if explicit := os.environ.get("OSCAR_SGLANG_CACHE"):
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "oscar_sglang"

@@ -2,11 +2,11 @@ import argparse
 
 import pytest
 
+from oscar_sglang.cache import cache_dir
 from oscar_sglang.config import (
     OscarConfig,
     OscarError,
     add_arguments,
-    cache_dir,
     config_of_dtype,
     flag,
     fold_options,

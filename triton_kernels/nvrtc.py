@@ -14,7 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from ..config import cache_dir
+from ..cache import cache_dir
 
 _LIBRARY_GLOBS = ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
 

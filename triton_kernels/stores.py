@@ -49,8 +49,9 @@ class HistoryStore:
         num_slots: int,
         device,
     ) -> None:
-        one = isinstance(layout, HistoryLayout)
-        self.layouts = [layout] * layers if one else list(layout)
+        if isinstance(layout, HistoryLayout):
+            layout = [layout] * layers
+        self.layouts = list(layout)
         if len(self.layouts) != layers:
             raise ValueError(f"{len(self.layouts)} layouts for {layers} layers")
         self.num_slots = num_slots

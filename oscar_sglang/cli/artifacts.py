@@ -1,4 +1,4 @@
-"""``oscar-sglang inspect | verify | import-zoo | export``: the life of an artifact."""
+"""``oscar-sglang inspect | import-zoo | export``: the life of an artifact."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .console import (
-    add_command,
-    add_device,
-    add_sample,
-    layer_table,
-    print_warnings,
-    progress_bar,
-    writable,
-)
+from .console import add_command, layer_table, print_warnings, writable
 from .model import add_model, model_folder
 
 
@@ -30,18 +22,6 @@ def add(commands) -> None:
         more="Its model, its tokens, the basis and the error of every layer, its warnings.",
     )
     p.add_argument("file", metavar="FILE", help="artifact (.safetensors)")
-
-    p = add_command(
-        commands,
-        "verify",
-        run_verify,
-        "Check that an artifact fits a model, and that fresh tokens give the error it records.",
-        "qwen3-8b.safetensors --model Qwen/Qwen3-8B",
-        more="Exit status 1 if they do not.",
-    )
-    p.add_argument("file", metavar="FILE", help="artifact (.safetensors)")
-    add_model(p)
-    add_device(add_sample(p, tokens=4096, seed=1))
 
     p = add_command(
         commands,
@@ -88,35 +68,6 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     if artifact.provenance.get("layers"):
         console.print(layer_table(artifact))
     print_warnings(artifact.provenance.get("warnings", []), console)
-
-
-def run_verify(args: argparse.Namespace, console: Console) -> int:
-    """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
-    from ..artifact import file as art
-
-    artifact = art.load(args.file)
-    with model_folder(args) as model, progress_bar(console) as progress:
-        from ..calibration.verify import verify
-
-        found = verify(
-            artifact,
-            model,
-            args.data,
-            args.tokens,
-            device=args.device,
-            seed=args.seed,
-            progress=progress,
-        )
-    table = Table(title=f"{args.file}: relative error, recorded and on {found.sample}")
-    for name in ("layer", "K recorded", "K now", "V recorded", "V now"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        cells = ("-" if e is None else f"{e:.2%}" for e in row.errors)
-        table.add_row(str(row.layer), *cells, style="" if row.ok else "red")
-    console.print(table)
-    style = "green" if found.ok else "red"
-    console.print(found.verdict, style=style, soft_wrap=True, highlight=False)
-    return 0 if found.ok else 1
 
 
 def run_import(args: argparse.Namespace, console: Console) -> None:

@@ -105,7 +105,9 @@ def _with_note(out: Any, note: str) -> Any:
 
 
 def _policy(updater: Any) -> str:
-    return config_of(updater.tp_worker.model_runner.server_args).on_weight_update
+    policy = config_of(updater.tp_worker.model_runner.server_args).on_weight_update
+    assert policy is not None  # chosen at start-up
+    return policy
 
 
 def _refusal(recv_req: Any) -> Any:

@@ -20,7 +20,7 @@ from ..kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
 from .hybrid import attention_pool
 from .memory_log import block
 from .varlen import workspace_bytes
-from .watching import NoWatch, Watch
+from .watching import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,17 @@ def oscar_pool(kv_cache: Any) -> OscarKVPool | None:
     return pool if isinstance(pool, OscarKVPool) else None
 
 
+def served_pool(kv_cache: Any) -> OscarKVPool:
+    """``oscar_pool`` where SGLang must have built one."""
+    pool = oscar_pool(kv_cache)
+    if pool is None:
+        raise OscarError(
+            f"SGLang built a {type(kv_cache).__name__} for this model, which int2 does not "
+            "support; drop --kv-cache-dtype int2"
+        )
+    return pool
+
+
 class OscarKVPool(MHATokenToKVPool):
     """2-bit history for every slot, exact windows for running requests.
 
@@ -105,7 +116,7 @@ class OscarKVPool(MHATokenToKVPool):
         self.setup = setup
         self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
-        self.watch: Watch = NoWatch()
+        self.watch = Watch()
         # Called with a layer's index, q, k, v and output of an extend, while recalibrating.
         self.observer: Callable[..., None] | None = None
         self.calibration = Calibration(
@@ -129,7 +140,7 @@ class OscarKVPool(MHATokenToKVPool):
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
-        self._kv_buffer_descs = []
+        self._kv_buffer_descs: list = []
         device, layers, dtype = self.device, self.layer_num, self.dtype
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             history = HistoryStore(layouts, layers, self.size + self.page_size, device)
@@ -175,10 +186,10 @@ class OscarKVPool(MHATokenToKVPool):
         windows written before mean nothing afterwards."""
         for old, new in zip(self.segments.params, params, strict=True):
             for a, b in zip(old, new, strict=True):
-                if a is not None:
+                if a is not None and b is not None:
                     a.copy_(b)
         if (grids := self.segments.grids) is not None:
-            grids.copy_(torch.stack([p.grid for p in self.segments.params]))
+            grids.copy_(torch.stack([p.grid for p in self.segments.params if p.grid is not None]))
         if self.segments.sinks.tag.is_cuda:
             torch.cuda.synchronize()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from ..config import OscarConfig
+from ..config import DEFAULT_CODEC, OscarConfig
 from ..kernels.codec import CODECS
 from ..kernels.layout import MemoryPlan, WindowLayout
 
@@ -67,7 +67,7 @@ def make_plan(
 
     ``max_running_requests`` None: chosen (``default_requests``).
     """
-    spec = CODECS[config.codec]
+    spec = CODECS[config.codec or DEFAULT_CODEC]
     windows = WindowLayout(config.sink_tokens, spec.ring_tokens(config.recent_tokens))
     exact_row = layers * kv_heads * 2 * head_dim * itemsize
     if max_running_requests is None:

@@ -29,7 +29,6 @@ computed here and not asked from the code under test. Nothing but a check waits 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,16 +36,16 @@ import torch
 
 from ..kernels.codec import Rows
 from ..kernels.reference import Segments, first_exact
+from ..pool.watching import Watch
 from .places import Flat, OwnershipError, Places, checksum
 
 if TYPE_CHECKING:
     from ..pool.prefix_tiles import ExtendPlan
-
-logger = logging.getLogger(__name__)
+    from ..pool.sglang_types import ForwardBatch
 
 DEFAULT_EVERY = 16
 BYTES_PER_SLOT = 32  # of ``slots`` and ``token``
-# Forwards of warm-up before ``arm``: a few for each captured size. Real ones soon are more.
+# Forwards of warm-up before ``ready``: a few for each captured size. Real ones soon are more.
 UNARMED_STEPS = 2000
 _SUM_BYTES = 1 << 23  # rows checksummed at a time; each byte is widened to 8
 
@@ -66,7 +65,7 @@ class Fresh(NamedTuple):
     begun: torch.Tensor
 
 
-class Tags:
+class Tags(Watch):
     """A pool's ``Watch``, on any device; silent until ``ready``: what graph capture and warm-up run
     is no request."""
 
@@ -114,7 +113,9 @@ class Tags:
         if self.watching:
             self.seal()
 
-    def begins(self, fb: Any, started: torch.Tensor | None, plan: ExtendPlan | None = None) -> None:
+    def begins(
+        self, fb: ForwardBatch, started: torch.Tensor | None, plan: ExtendPlan | None = None
+    ) -> None:
         if not self.watching:
             return
         if started is None:
@@ -131,9 +132,6 @@ class Tags:
             self.check(rows, prefix)
             self.probed_requests += self.probe(rows, prefix, plan)
         self.begin(rows, prefix, ends, fb.input_ids[:total], fb.out_cache_loc[:total])
-
-    def attended(self, layer: int) -> None:
-        """Kernels are not watched while they read."""
 
     def _live(self) -> bool:
         """Whether the step that begins is a request's. Raises OwnershipError where ``ready`` was
