@@ -12,6 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from ..config import OscarError
 from ..kernels import reference
 from .memory_pool import served_pool
+from .parking import park
 
 if TYPE_CHECKING:
     from .sglang_types import ForwardBatch, ModelRunner
@@ -100,6 +101,7 @@ class OscarAttnBackend(AttentionBackend):
         refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
+        park(self.req_to_token_pool, self.pool.parking)
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
 
@@ -133,7 +135,10 @@ class OscarAttnBackend(AttentionBackend):
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
-            self.pool.segments.windows.recent_start[row] = prefix
+            parking, source, low = self.pool.parking, 0, 0
+            if parking:
+                source, low = int(parking.source[row]), int(parking.low[row])
+            self.pool.segments.windows.begin(row, prefix, source, low)
             if prefix:
                 cached = min(prefix, n_sink)
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()

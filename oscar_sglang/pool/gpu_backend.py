@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from ..kernels import cuda_store
 from ..kernels.accumulate import accumulate
+from ..kernels.begin import begin_rows
 from ..kernels.decode import DecodeAttention, DecodeStep
 from ..kernels.materialise import materialise
 from ..kernels.plan import claim_sinks
@@ -26,6 +27,7 @@ from ..kernels.store import store
 from ..kernels.views import TokenBatch, layer_view
 from .cpu_backend import refuse_layer, refuse_layers
 from .memory_pool import served_pool
+from .parking import park
 from .prefix_tiles import ExtendPlan, Tile, plan_tiles, to_device
 from .watching import Watch
 
@@ -72,6 +74,7 @@ class OscarGpuBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
+        park(self.req_to_token_pool, self.pool.parking)
         library = self.pool.setup.prefill_attention
         self.varlen = varlen_attention(library, self.device)
         seg = self.pool.segments
@@ -171,9 +174,12 @@ class OscarGpuBackend(AttentionBackend):
         generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
         started = (generation != self.seen_generation[rows]) & (rows > 0)
         self.seen_generation[rows] = generation
-        recent_start = self.pool.segments.windows.recent_start
-        recent_start[rows] = torch.where(started, prefix_lens, recent_start[rows])
-        self.pool.segments.windows.go_on(rows, prefix_lens)
+        windows, parking = self.pool.segments.windows, self.pool.parking
+        taken = None
+        if parking:
+            taken = to_device(parking.source, self.device), to_device(parking.low, self.device)
+        begin_rows(windows, rows, prefix_lens, started, taken)
+        windows.go_on(rows, prefix_lens)
         if any(fb.extend_prefix_lens_cpu):
             restore_sinks(
                 self.pool.segments,
