@@ -76,7 +76,9 @@ class LayerView(NamedTuple):
 
 
 def layer_view(seg, layer: int) -> LayerView:
-    """The tensors of ``layer`` of a ``reference.Segments``."""
+    """The tensors of ``layer`` of a ``reference.Segments``. Raises ValueError for a codec without
+    kernels."""
+    form_of(seg.specs[layer])
     w = seg.windows
     view = LayerView(
         spec=seg.specs[layer],

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from oscar_sglang.kernels.layout import WindowLayout
+from oscar_sglang.kernels.plan import FIELDS, HEADER, HIST_END, plan_attend, plan_size
+from oscar_sglang.kernels.reference import first_exact, history_end
+
 LENS = [(1,), (15, 16, 17), (49, 63, 64, 65), (100, 1, 0, 33)]
 
 
@@ -130,3 +134,29 @@ def test_layer_is_store_then_attention(lab, check_layer, codec_name):
     x = lab(lens=lens, codec_name=codec_name)
     x.fill(lens)
     check_layer(x, [lens])
+
+
+@pytest.mark.parametrize("block", [1, 128])
+def test_history_ends_where_the_reference_says(device, block):
+    """The kernel's copy of ``first_exact``, for one query token and for several."""
+    g = torch.Generator().manual_seed(0)
+    windows, n = WindowLayout(21, 40 + block - 1), 64
+    seq_lens = torch.randint(0, 700, (n,), generator=g)
+    start = torch.randint(0, 700, (n + 1,), generator=g) // block * block
+    q_lens = torch.minimum(torch.randint(1, 17, (n,), generator=g), seq_lens)
+    rows = torch.arange(1, n + 1)
+    for lens in (None, q_lens):
+        indptr = None if lens is None else torch.cat([torch.zeros(1), lens]).cumsum(0).long()
+        plan = torch.zeros(plan_size(n, 8), dtype=torch.int32, device=device)
+        moved = (None if x is None else x.to(device) for x in (rows, seq_lens, start, indptr))
+        at, lengths, ring, queries = moved
+        plan_attend(plan, at, lengths, ring, windows, 8, queries, block=block)
+        found = plan[HEADER.value :][: n * FIELDS.value].view(n, -1)[:, HIST_END.value].cpu()
+        cached = seq_lens - (1 if lens is None else lens)
+        want = first_exact(seq_lens, start[1:], windows.n_sink, windows.n_recent, block)
+        want = torch.minimum(cached, want).clamp_min(0)
+        assert torch.equal(found.long(), want)
+        if lens is None:
+            seen = seq_lens > 0
+            ends = history_end(cached, start[1:], windows, block)
+            assert torch.equal(found.long()[seen], ends[seen])

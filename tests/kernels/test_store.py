@@ -231,3 +231,10 @@ def test_which_codecs_the_cuda_kernels_take():
     every = codec.CODECS
     assert all(has_layout(c.layout(2, 64)) for c in every.values())
     assert [name for name, c in every.items() if not has_codec(c)] == ["omni"]
+
+
+def test_a_codec_without_kernels_is_refused(lab, monkeypatch):
+    x = lab(lens=(20,))
+    monkeypatch.setattr(type(x.seg.spec.meta), "form", None)
+    with pytest.raises(ValueError, match="codec feedback has no kernels: .* on a CPU"):
+        x.view()
