@@ -29,6 +29,16 @@ def test_every_kit_of_the_wheel_runs_or_has_a_reason():
         assert kit.name in (FOLDER / f"{kit.module}.py").read_text()
 
 
+@pytest.mark.sglang
+def test_kits_can_be_loaded():
+    """Whatever is not installed here that they use for something else."""
+    for kit in kits.KITS:
+        try:
+            assert hasattr(kits.load(kit), kit.name)
+        except ModuleNotFoundError as error:
+            assert error.name == "anthropic" and kit.name == "AnthropicMessagesMixin"
+
+
 def case() -> type[unittest.TestCase]:
     """Within a function, or pytest would run it."""
 
