@@ -6,7 +6,6 @@ SGLang is imported by ``sglang_*.py`` alone, and those only when that engine is 
     calibrate(plan, codec)                      run the model, fit the codec        (pipeline.py)
     calibrate_codecs(plan, codecs)              several codecs from one pass        (pipeline.py)
     ensure_artifact(plan, codec)                the same, cached per user and model (auto.py)
-    QuantisedCache(model, artifact, windows)    run a model on a quantised cache    (emulate.py)
     evaluate(Options(model_dir, ...))           judge methods and artifacts         (evaluation/)
     import_zoo(k_file, v_file, model_dir)       OSCAR's published rotations         (zoo.py)
 
@@ -17,7 +16,6 @@ from importlib import import_module
 
 _HOME = {
     "CalibrationError": "errors",
-    "QuantisedCache": "emulate",
     "Options": "evaluation.evaluate",
     "Plan": "plan",
     "calibrate": "pipeline",

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ..kernels.codec import LayerCodec
-from .emulate import quantise
 
 ROWS, RECENT = 256, 256
 PROBE_TOKENS = 2048
@@ -81,7 +80,8 @@ class Prober:
         exact, *coded = (self.project[layer](x.flatten(1).to(q.dtype)).double() for x in outputs)
         stream = (self.residual[layer][-len(exact) :].double() + exact).square().sum(-1)
         errors = ((x - exact).square().sum(-1) / stream.clamp_min(1e-30) for x in coded)
-        self.found[layer] = tuple(float(e.mean()) for e in errors)
+        k, v = (float(e.mean()) for e in errors)
+        self.found[layer] = k, v
 
     def scores(self) -> Scores:
         return [self.found[layer] for layer in range(len(self.codecs))]
@@ -95,8 +95,8 @@ def outputs_of(
     rows, length = min(ROWS, len(q) - RECENT - n_sink), len(q)
     history = slice(n_sink, length - RECENT)
     positions = torch.arange(history.start, history.stop, device=k.device)
-    spec, params = codec.spec, codec.params.to(k.device)
-    k_hat, v_hat = quantise(spec, params, k[history], v[history], positions)
+    params = codec.params.to(k.device)
+    k_hat, v_hat = LayerCodec(codec.spec, params).quantised(k[history], v[history], positions)
     k_hat = torch.einsum("thd,hde->hte", k_hat, params.k_back)
     v_hat = torch.einsum("thd,hde->hte", v_hat, params.r_v.mT)
     keys, values = (x.float().transpose(0, 1) for x in (k, v))  # [Hk, T, D]

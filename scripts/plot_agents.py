@@ -18,7 +18,7 @@ try:
 except ImportError:
     sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 COLOURS = {"bf16": "tab:blue", "fp8": "tab:orange", "int2": "tab:green"}
 

@@ -20,10 +20,10 @@ try:
 except ImportError:
     sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
 
-from scripts.lib.context_cost import TITLES, Line, lines, markdown  # noqa: E402
+from scripts.lib.context_cost import TITLES, Line, lines, markdown
 
 COLOURS = {"bf16": "tab:blue", "fp8": "tab:orange", "int2": "tab:green"}
 

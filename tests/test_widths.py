@@ -8,7 +8,6 @@ import torch
 from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import CalibrationError, Plan, calibrate, widths
 from oscar_sglang.calibration.collect import collect, load_model, score
-from oscar_sglang.calibration.emulate import quantise
 from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore
@@ -73,7 +72,7 @@ def test_outputs_with_one_slot_coded(codecs):
     k, v = (torch.randn(length, 2, d, generator=g) for _ in "kv")
     exact, k_coded, v_coded = widths.outputs_of(codec, q, k, v, 0.3, N_SINK)
     assert len(exact) == widths.ROWS
-    hats = quantise(*codec, k, v, torch.arange(length))
+    hats = codec.quantised(k, v, torch.arange(length))
     k_hat = torch.einsum("thd,hde->the", hats[0], codec.params.k_back)
     v_hat = torch.einsum("thd,hde->the", hats[1], codec.params.r_v.mT)
     for i in (0, 100, widths.ROWS - 1):

@@ -13,7 +13,7 @@
               block (``codec_omni``)
 
 To add a codec add a row here, with parts of its own from a file of its own, and the form of its
-metadata to the kernels, unless they have it (``tile``, ``meta.cu``, ``rows.cu``).
+metadata to the kernels, unless they have it (``tile``, ``meta.cu``, ``codes.cu``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
 
 from . import codec_omni, codec_position
 from .codec_accurate import Accurate
@@ -160,3 +162,13 @@ class LayerCodec(NamedTuple):
 
     spec: CodecSpec
     params: LayerParams
+
+    def quantised(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a cache returns for k, v [T, Hk, D] of the model at ``positions`` [T]: float32,
+        still rotated by r_k, r_v."""
+        spec, p = self
+        k_rows = spec.encode_k(p, rotate(k.float(), p.r_k), positions)
+        v_rows = spec.encode_v(p, rotate(v.float(), p.r_v))
+        return spec.decode_k(p, k_rows, positions), spec.decode_v(p, v_rows)

@@ -95,13 +95,22 @@ class Batch:
     sink_index: torch.Tensor
 
 
+def first_exact(
+    seq_lens: torch.Tensor, recent_start: torch.Tensor, n_sink: int, n_recent: int, block: int = 1
+) -> torch.Tensor:
+    """First position after the sink, [B] int64, whose row is exact for the last token of contexts
+    of ``seq_lens`` [B] tokens: the ring holds ``n_recent``, from ``recent_start`` [B] on. The
+    kernels' copy of it is in ``plan``."""
+    low = torch.maximum(recent_start, seq_lens - n_recent)
+    return (low + (-low) % block).clamp_min(n_sink)
+
+
 def history_end(
     prefix_lens: torch.Tensor, recent_start: torch.Tensor, windows: WindowLayout, block: int = 1
 ) -> torch.Tensor:
     """End of the history segment, [B] int64 (see the module docstring)."""
-    low = torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)
-    low = low + (-low) % block
-    return torch.minimum(prefix_lens, low.clamp_min(windows.n_sink))
+    exact = first_exact(prefix_lens + 1, recent_start, windows.n_sink, windows.n_recent, block)
+    return torch.minimum(prefix_lens, exact)
 
 
 def plan_batch(

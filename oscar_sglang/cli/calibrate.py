@@ -35,8 +35,8 @@ def add(commands) -> None:
     )
     p.add_argument("--out", required=True, metavar="FILE", help="artifact to write (.safetensors)")
     add_model(p)
-    add_sample(p, tokens=8192, seed=0)
-    p.add_argument(
+    sample = add_sample(p, tokens=8192, seed=0)
+    sample.add_argument(
         "--images",
         nargs="+",
         type=Path,

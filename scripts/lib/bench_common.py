@@ -229,14 +229,13 @@ class Cache:
         n, hk = self.context, self.kv_heads
         k = torch.empty(n, hk, self.dim, device=DEV)
         v = torch.empty_like(k)
-        end = max(self.windows.n_sink, n - self.windows.n_recent)
+        cached, start = torch.tensor(n - 1), torch.tensor(0)  # before the last token
+        end = int(reference.history_end(cached, start, self.windows, self.layout.block))
         slots = self.table[row, :n].long()
         step = 16384
         for i in range(0, n, step):
             part = slice(i, min(n, i + step))
-            reference.materialise(
-                self.seg, 0, row, slots[part], i, min(end, n - 1), k[part], v[part]
-            )
+            reference.materialise(self.seg, 0, row, slots[part], i, end, k[part], v[part])
         q = q.double().view(hk, self.group, self.dim)
         out = []
         for h in range(hk):
