@@ -13,6 +13,7 @@ from .. import __version__
 from ..artifact.file import Artifact, Fingerprint, data_free
 from ..artifact.fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
+from ..kernels.layout import PADDED_HEAD_DIMS
 from .collect import Progress, check_supported
 from .data import RANDOM, load_tokens
 from .engines import ENGINES, Run
@@ -108,6 +109,11 @@ def calibrate_codecs(
     if not codecs:
         return made
     check_supported(model_dir, fingerprint.head_dim)
+    if "position" in codecs and fingerprint.head_dim in PADDED_HEAD_DIMS:
+        raise CalibrationError(
+            f"{model_dir}: codec position is not made for heads of {fingerprint.head_dim} "
+            "channels; take another"
+        )
     context = max(context or context_length(read_config(model_dir)), 2 * n_sink)
     source = load_tokens(data, model_dir, tokens, seed)
     rows = sum(max(0, len(ids) - n_sink) for ids in source.sequences)

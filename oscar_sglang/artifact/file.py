@@ -25,6 +25,7 @@ from ..kernels import codec_omni
 from ..kernels.codec import CODECS, CodecSpec, LayerCodec, LayerParams, layer_specs, spec_of
 from ..kernels.codec_position import Rope
 from ..kernels.hadamard import hadamard
+from ..kernels.layout import stored_head_dim
 from .fingerprint import Fingerprint, FingerprintError
 from .header import FORMAT_VERSION, METADATA_KEY, ArtifactError, Header, read_header
 
@@ -187,7 +188,7 @@ def data_free(
 ) -> Artifact:
     """Plain Hadamard rotations, the identity as metric: all there is to a codec that needs no data
     (``options``: ``codec_omni.OPTIONS``); of others only for benchmarks with dummy weights."""
-    d, heads = fingerprint.head_dim, fingerprint.kv_heads
+    d, heads = stored_head_dim(fingerprint.head_dim), fingerprint.kv_heads
     options = _options_of(codec, options or {})
     if CODECS[codec].meta == "position":
         options = {"rope": dataclasses.asdict(Rope.still(d)), "bits": _spread(fingerprint.layers)}
@@ -251,7 +252,7 @@ def _check_layers(
         raise ArtifactError(
             f"{path}: holds {len(layers)} layers, fingerprint says {fingerprint.layers}"
         )
-    shapes = CODECS[codec].tensors(fingerprint.head_dim)
+    shapes = CODECS[codec].tensors(stored_head_dim(fingerprint.head_dim))
     for i, params in enumerate(layers):
         for name, tensor in params._asdict().items():
             where = f"{path}: layers.{i}.{name}"
@@ -267,7 +268,7 @@ def _check_layers(
 
 def _check_specs(where: Path | str, artifact: Artifact) -> None:
     """Refuse options that describe no codec for this model's layers."""
-    d = artifact.fingerprint.head_dim
+    d = stored_head_dim(artifact.fingerprint.head_dim)
     try:
         specs = artifact.specs
         if any(s.rope is not None and len(s.rope.pairs) != d for s in specs):

@@ -12,6 +12,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from ..config import OscarError
 from ..kernels import reference
+from ..kernels.padding import padded
 from ..plugin.seam import config_of
 from ..watch.debug_tags import DebugTags
 from .memory_pool import oscar_pool
@@ -171,9 +172,10 @@ class OscarAttnBackend(AttentionBackend):
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
         refuse_layer(layer, k, save_kv_cache, kwargs)
         index = self.pool.index[layer.layer_id]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        d = layer.qk_head_dim
+        q = padded(q.view(-1, layer.tp_q_head_num, d))
+        k = padded(k.view(-1, layer.tp_k_head_num, d))
+        v = padded(v.view(-1, layer.tp_v_head_num, d))
         out = reference.attention(
             self.pool.segments,
             index,
@@ -191,6 +193,6 @@ class OscarAttnBackend(AttentionBackend):
         if self.tags and index == 0:
             self.tags.check_reads()
         reference.store(self.pool.segments, index, self.batch, k, v)
-        return out.to(q.dtype).flatten(1)
+        return out[..., :d].to(q.dtype).flatten(1)
 
     forward_decode = forward_extend

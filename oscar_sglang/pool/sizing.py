@@ -12,7 +12,7 @@ from ..artifact.header import read_header
 from ..config import OscarConfig, portable_kernels
 from ..kernels.codec import CODECS
 from ..kernels.codec_position import table_bytes
-from ..kernels.layout import MemoryPlan, WindowLayout
+from ..kernels.layout import MemoryPlan, WindowLayout, stored_head_dim
 from ..kernels.means import floats_per_head
 from .hybrid import attention_layer_ids
 
@@ -69,14 +69,14 @@ def make_plan(
     max_total_tokens: int | None = None,
     widths: tuple[tuple[int, int], ...] = (),
 ) -> MemoryPlan:
-    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``widths``:
-    bits of each layer's K and V, if the artifact says so.
+    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``head_dim``:
+    the model's. ``widths``: bits of each layer's K and V, if the artifact says so.
 
     ``max_running_requests`` None: chosen (``default_requests``).
     """
-    spec = CODECS[config.codec]
+    spec, channels = CODECS[config.codec], stored_head_dim(head_dim)
     windows = WindowLayout(config.sink_tokens, spec.ring_tokens(config.recent_tokens))
-    exact_row = layers * kv_heads * 2 * head_dim * itemsize
+    exact_row = layers * kv_heads * 2 * channels * itemsize
     if max_running_requests is None:
         sinks = 0 if config.sink_cache_tokens else 2 * config.sink_tokens
         row = (windows.tokens + sinks) * exact_row
@@ -88,16 +88,16 @@ def make_plan(
             row / 2**20,
         )
     on_cpu = device == "cpu"
-    floats, tables = sum(math.prod(shape) for shape in spec.tensors(head_dim).values()), 0
+    floats, tables = sum(math.prod(shape) for shape in spec.tensors(channels).values()), 0
     if spec.meta == "position" and not on_cpu:  # what the kernels derive from these
-        floats += floats_per_head(head_dim)
-        tables = table_bytes(head_dim, context_length + ROW_SLACK)
+        floats += floats_per_head(channels)
+        tables = table_bytes(channels, context_length + ROW_SLACK)
     sink_rows = config.sink_cache_tokens or default_sink_rows(
         config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
     )
     return MemoryPlan(
         layers=layers,
-        history=spec.layout(kv_heads, head_dim),
+        history=spec.layout(kv_heads, channels),
         windows=windows,
         rows=max_running_requests + 1,  # row 0 is SGLang's padding row
         sink_cache_rows=sink_rows,
@@ -108,6 +108,7 @@ def make_plan(
         codec_floats=floats,
         table_bytes=tables,
         widths=widths,
+        head_dim=head_dim,
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,7 +57,7 @@ def test_debug_tags_on_a_gpu(tmp_path, monkeypatch):
     "codec, make, every",
     [
         ("feedback", tiny_models.qwen3, 2),
-        ("compact", tiny_models.llama, 4),
+        ("compact", partial(tiny_models.family, "phi3"), 4),
         ("omni", tiny_models.llama, 2),
     ],
 )
