@@ -2,10 +2,10 @@
 
 SGLang is imported by ``sglang_*.py`` alone, and those only when that engine is asked for.
 
-    calibrate(model_dir, codec, data, tokens)   run the model, fit the codec        (pipeline.py)
-    calibrate_codecs(model_dir, codecs, ...)    several codecs from one pass        (pipeline.py)
-    ensure_artifact(model_dir, codec)           the same, cached per user and model (auto.py)
-    QuantisedCache(model, artifact, windows)    run a model on a quantised cache    (emulate.py)
+    Plan(model_dir, data, tokens, ...)          what to run, and on which tokens    (plan.py)
+    calibrate(plan, codec)                      run the model, fit the codec        (pipeline.py)
+    calibrate_codecs(plan, codecs)              several codecs from one pass        (pipeline.py)
+    ensure_artifact(plan, codec)                the same, cached per user and model (auto.py)
     evaluate(Options(model_dir, ...))           judge methods and artifacts         (evaluation/)
     import_zoo(k_file, v_file, model_dir)       OSCAR's published rotations         (zoo.py)
 
@@ -16,8 +16,8 @@ from importlib import import_module
 
 _HOME = {
     "CalibrationError": "errors",
-    "QuantisedCache": "emulate",
     "Options": "evaluation.evaluate",
+    "Plan": "plan",
     "calibrate": "pipeline",
     "calibrate_codecs": "pipeline",
     "ensure_artifact": "auto",

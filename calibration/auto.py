@@ -6,13 +6,13 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ..artifact.file import Artifact, ArtifactError, Fingerprint, check, load
 from ..config import cache_dir
 from ..kernels.codec import CODECS
+from .plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +32,16 @@ def artifact_path(
     return cache_dir() / f"{name}-{fingerprint.key}-{codec}{chosen}.safetensors"
 
 
-def ensure_artifact(
-    model_dir: Path | str,
-    codec: str = "feedback",
-    codec_options: Mapping[str, str] | None = None,
-    bits: float | None = None,
-    **options: Any,
-) -> tuple[Artifact, Path | None, bool]:
-    """The cached artifact of a model, calibrated without data if there is none yet.
+def ensure_artifact(plan: Plan, codec: str = "feedback") -> tuple[Artifact, Path | None, bool]:
+    """The cached artifact of the plan's model, calibrated as planned if there is none yet.
 
-    ``codec_options``, ``bits`` and ``options`` go to ``pipeline.calibrate`` (tokens, device, seed,
-    progress).
     Returns the artifact, its file (None if the cache directory cannot be written) and whether it
     was made now. A file lock makes other processes wait instead of calibrating the same model
-    twice.
+    twice. The file is found by model, codec and the codec's options; what it was calibrated on
+    does not matter.
     """
-    fingerprint = Fingerprint.of(model_dir)
-    path = artifact_path(fingerprint, codec, codec_options, bits)
-    options |= {"codec_options": codec_options, "bits": bits}
+    fingerprint = Fingerprint.of(plan.model_dir)
+    path = artifact_path(fingerprint, codec, plan.codec_options, plan.bits)
     found = _valid(path, fingerprint, codec)
     if found:
         return found, path, False
@@ -63,12 +55,12 @@ def ensure_artifact(
             path.parent,
             error.strerror or error,
         )
-        return _calibrate(model_dir, codec, options), None, True
+        return _calibrate(plan, codec), None, True
     try:
         found = _valid(path, fingerprint, codec)  # another process may have made it meanwhile
         if found:
             return found, path, False
-        artifact = _calibrate(model_dir, codec, options)
+        artifact = _calibrate(plan, codec)
         return artifact, _save(artifact, path), True
     finally:
         lock.release()
@@ -97,14 +89,16 @@ def _valid(path: Path, fingerprint: Fingerprint, codec: str) -> Artifact | None:
     return artifact
 
 
-def _calibrate(model_dir: Path | str, codec: str, options: dict[str, Any]) -> Artifact:
+def _calibrate(plan: Plan, codec: str) -> Artifact:
     from .pipeline import calibrate  # imports transformers, which a cache hit does not need
 
     if CODECS[codec].needs_data:
         logger.info(
-            "oscar: calibrating codec %s for %s on self-sampled tokens, once", codec, model_dir
+            "oscar: calibrating codec %s for %s on self-sampled tokens, once",
+            codec,
+            plan.model_dir,
         )
-    artifact = calibrate(model_dir, codec, **options)
+    artifact = calibrate(plan, codec)
     if CODECS[codec].needs_data:
         logger.info("oscar: calibrated in %s s", artifact.provenance["seconds"])
     for warning in artifact.provenance["warnings"]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -25,11 +24,9 @@ from ..kernels.layout import stored_head_dim
 from .attention import attention_layers_of, causal_attention, replaced_attention
 from .errors import CalibrationError
 from .rope import PROBE_TOKENS, Turning, checked, turning
-from .stats import LayerStats, Moments
+from .state import Partial
+from .stats import Accumulator, Moments
 from .widths import Prober, Scores, projection
-
-if TYPE_CHECKING:
-    from .state import Partial
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -108,53 +105,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-class Accumulator:
-    """Moments of every layer, fed layer by layer and sequence by sequence by a front end.
-    ``turning``: how keys turn; without it there are no moments before RoPE."""
-
-    def __init__(
-        self, n_sink: int = 64, capacity: int = 512, turning: Turning | None = None
-    ) -> None:
-        self.n_sink = n_sink
-        self.capacity = capacity
-        self.turning = turning
-        self.stats: dict[int, LayerStats] = {}
-        self.seen = 0
-
-    def add(self, layer: int, q, k, v, o) -> None:
-        """Rows of one whole sequence in one layer: q, o [T, H, D]; k, v [T, Hk, D]."""
-        rows = [x[self.n_sink :] for x in (q, k, v, o)]
-        order = torch.arange(len(rows[0]), device=q.device)
-        if layer not in self.stats:
-            self.stats[layer] = self.new_stats(layer)
-        self.stats[layer].update(self.seen + order, *rows, self.n_sink + order)
-
-    def new_stats(self, layer: int) -> LayerStats:
-        """Empty sums of ``layer``."""
-        return LayerStats(self.capacity, self.turning and self.turning.of_layer(layer))
-
-    def advance(self, tokens: int) -> None:
-        """All layers have seen a sequence of ``tokens``."""
-        self.seen += max(0, tokens - self.n_sink)
-
-    def finish(self, layers: int) -> list[Moments]:
-        """Raises CalibrationError if a layer is missing or saw NaN."""
-        if sorted(self.stats) != list(range(layers)):
-            raise CalibrationError(
-                f"saw attention in layers {sorted(self.stats)} of {layers}: models that mix in "
-                "other kinds of layers are not supported"
-            )
-        moments = []
-        for layer in range(layers):
-            m = self.stats[layer].finish()
-            if not all(bool(t.isfinite().all()) for t in (m.ktk, m.vtv, m.qtq, m.oto)):
-                raise CalibrationError(f"layer {layer}: K, V or Q is NaN or infinite")
-            if self.turning:
-                m = replace(m, before=replace(m.before, doubt=self.turning.doubt))
-            moments.append(m)
-        return moments
 
 
 @torch.no_grad()

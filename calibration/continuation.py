@@ -8,7 +8,7 @@
 The exact pass is paid once per document; a method then costs ``rows`` rows. A query at position p
 reads [n_sink, hist_end) quantised and the rest exactly, where
 
-    hist_end = p + 1 - n_recent, rounded down to a whole block for block codecs.
+    hist_end = max(n_sink, p + 1 - n_recent), rounded down to a whole block for block codecs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from ..kernels.reference import first_exact
 from .attention import causal_attention, replaced_attention
 from .method import Method
 
@@ -90,8 +91,8 @@ class Cache:
         self.n_sink, self.n_recent = n_sink, n_recent
         self.block = 1 if method is None else method.block
         self.num_bytes = self.elements = 0
-        last = document.prefix + queries - 1
-        sealed = min(document.prefix, self._end(last))
+        last = torch.tensor([document.prefix + queries - 1])
+        sealed = min(document.prefix, int(self._ends(last)))
         self.sealed = max(n_sink, sealed - sealed % self.block)
         self.hats = [self._encode(layer) for layer in range(len(document.k))]
 
@@ -138,10 +139,12 @@ class Cache:
             errors.append((found - exact).square().sum((1, 2)) / norm)
         return torch.stack(errors).cpu()
 
-    def _end(self, position: int) -> int:
-        """hist_end of a query at ``position``."""
-        end = 0 if self.method is None else max(0, position + 1 - self.n_recent)
-        return end - end % self.block if end > self.n_sink else 0
+    def _ends(self, positions: torch.Tensor) -> torch.Tensor:
+        """hist_end of queries at ``positions`` [n] int64."""
+        if self.method is None:
+            return torch.zeros_like(positions)
+        ring, start = self.n_recent + self.block - 1, torch.zeros_like(positions)
+        return first_exact(positions + 1, start, self.n_sink, ring, self.block)
 
     def _encode(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Decoded rows of positions [n_sink, sealed), [Hk, n, D] float32."""
@@ -166,7 +169,7 @@ class Cache:
         """
         b, heads, n, d = q.shape
         kv_heads = k.shape[1]
-        ends = torch.tensor([self._end(p) for p in positions.tolist()])
+        ends = self._ends(positions)
         q = q.float().reshape(b, kv_heads, -1, n, d)
         logits, values = [], []
         for keys, vals, where, quantised in self._segments(layer, k, v, ends):

@@ -7,15 +7,16 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from ..artifact.weights import weight_files
 from ..kernels.codec import LayerCodec
-from .collect import Progress, collect, load_model, score
+from .collect import collect, load_model, score
 from .data import Tokens
 from .pictures import hash_files, load_pictures
+from .plan import Plan
 from .selfsample import plausible
 from .state import Partial
 from .stats import Moments
@@ -24,21 +25,8 @@ from .widths import Scores, probe_ids
 _BIAS = re.compile(r"(q_proj|k_proj|qkv|c_attn)[^.]*\.bias$")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What to run. ``partial``: file that keeps the sums of an interrupted run; ``tp``: ranks
-    that share the model (sglang); ``fit``: the codec whose slots are to be scored, from moments
-    (``widths``); ``images``: files for a vision-language model (transformers)."""
-
-    model_dir: Path
-    source: Tokens
-    device: str
-    n_sink: int
-    progress: Progress | None = None
-    partial: Path | None = None
-    tp: int = 1
-    fit: Callable[[list[Moments]], Sequence[LayerCodec]] | None = None
-    images: tuple[Path, ...] = ()
+# The codec whose slots are to be scored (``widths``), from moments.
+Fit = Callable[[list[Moments]], Sequence[LayerCodec]]
 
 
 @dataclass(frozen=True)
@@ -52,53 +40,53 @@ class Observed:
     scores: Scores | None = None
 
 
-def by_transformers(run: Run) -> Observed:
+def by_transformers(plan: Plan, source: Tokens, fit: Fit | None = None) -> Observed:
     """Gives the model's memory back before anything else is allocated."""
-    model = load_model(run.model_dir, run.device)
+    model = load_model(plan.model_dir, plan.device)
     try:
-        return observe(model, run)
+        return observe(model, plan, source, fit)
     finally:
         del model
         gc.collect()
-        if run.device.startswith("cuda"):
+        if plan.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
 
-def observe(model: PreTrainedModel, run: Run) -> Observed:
+def observe(model: PreTrainedModel, plan: Plan, source: Tokens, fit: Fit | None = None) -> Observed:
     """The same with a model that is loaded already."""
-    source = plausible(model, run.source, run.progress)
-    partial = Partial(run.partial, _key(run, source)) if run.partial else None
+    source = plausible(model, source, plan.progress)
+    partial = Partial(plan.partial, _key(plan, source)) if plan.partial else None
     moments = collect(
         model,
         source.sequences,
-        run.n_sink,
-        progress=run.progress,
+        plan.n_sink,
+        progress=plan.progress,
         partial=partial,
-        pictures=load_pictures(run.model_dir, run.images) if run.images else (),
+        pictures=load_pictures(plan.model_dir, plan.images) if plan.images else (),
     )
     if partial:
         partial.remove()
     biased = _biased(name for name, _ in model.named_parameters())
-    ids = probe_ids(source.sequences, run.n_sink)
-    if run.fit is None or ids is None:
+    ids = probe_ids(source.sequences, plan.n_sink)
+    if fit is None or ids is None:
         return Observed(moments, source, biased)
-    return Observed(moments, source, biased, score(model, ids, run.fit(moments), run.n_sink))
+    return Observed(moments, source, biased, score(model, ids, fit(moments), plan.n_sink))
 
 
-def by_sglang(run: Run) -> Observed:
+def by_sglang(plan: Plan, source: Tokens, fit: Fit | None = None) -> Observed:
     """Inside SGLang; random ids are used as they are, and an interrupted run starts again."""
     from .sglang_engine import collect_in_sglang  # imports sglang
 
     moments, names, scores = collect_in_sglang(
-        run.model_dir,
-        run.source.sequences,
-        run.n_sink,
-        run.device,
-        run.progress,
-        run.tp,
-        fit=run.fit,
+        plan.model_dir,
+        source.sequences,
+        plan.n_sink,
+        plan.device,
+        plan.progress,
+        plan.tp,
+        fit=fit,
     )
-    return Observed(moments, run.source, _biased(names), scores)
+    return Observed(moments, source, _biased(names), scores)
 
 
 ENGINES = {"transformers": by_transformers, "sglang": by_sglang}
@@ -108,8 +96,10 @@ def _biased(names) -> bool:
     return any(map(_BIAS.search, names))
 
 
-def _key(run: Run, source: Tokens) -> str:
-    """Identifies the sums: model, tokens, sink. Weights are hashed by the caller's fingerprint."""
-    parts = (str(run.model_dir.resolve()), source.hash, run.device, str(run.n_sink))
-    parts += (hash_files(run.images),)
+def _key(plan: Plan, source: Tokens) -> str:
+    """Identifies the sums: model, tokens, sink. The folder may be a temporary one of links, so its
+    files count where they really are; their contents are hashed by the caller's fingerprint."""
+    files = [str(file.resolve()) for file in weight_files(plan.model_dir)]
+    config = (plan.model_dir / "config.json").read_text()
+    parts = (config, *files, source.hash, plan.device, str(plan.n_sink), hash_files(plan.images))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

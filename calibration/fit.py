@@ -27,29 +27,20 @@ from ..kernels.codec import (
     CodecSpec,
     LayerCodec,
     LayerParams,
-    decode_k,
-    decode_v,
-    encode_k,
-    encode_v,
+    Round,
     rotate,
     with_bits,
 )
 from ..kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
 from . import fit_position
-from .fit_options import feedback_metric, fit_grids
+from .fit_options import feedback_factor, feedback_metric, fit_grids
 from .stats import BeforeRope, Moments
 
 DAMPING = 0.05
 N_SINK = 64  # first tokens that are kept exactly and are in no statistic
 CONTEXT = 8192  # tokens that ``position`` is fitted for unless more is known
-_OSCAR = ("oscar", "lloyd")  # codecs with OSCAR's rotations
-
-
-def k_bases(codec: str) -> tuple[str, ...]:
-    """K bases a codec chooses from, head by head."""
-    if codec in _OSCAR:
-        return ("qtq",)
-    return ("mean",) if codec == "aligned" else ("mean", "ktk", "qtq", "hadamard")
+# ``CodecSpec.fit`` -> the K bases that each head is given the best of.
+K_BASES = {"best": ("mean", "ktk", "qtq", "hadamard"), "mean": ("mean",), "oscar": ("qtq",)}
 
 
 @dataclass(frozen=True)
@@ -80,14 +71,15 @@ def fit_layer(
     context, n_sink  positions that ``position`` is fitted for
     """
     spec = CODECS[codec]
-    r_v = _v_basis(moments, codec, _published_v_statistic(moments) if proxy else moments.oto)
-    r_v = r_v.float()
-    if spec.meta == "position":
+    published = spec.fit == "oscar"
+    statistic = _published_v_statistic(moments) if proxy else moments.oto
+    r_v = _v_basis(moments, statistic, published).float()
+    if spec.fit == "before_rope":
         return _fit_position(spec, moments, r_v, damping, context, n_sink)
     candidates = {}
     errors = {}
-    for name in k_bases(codec):
-        r_k = _k_basis(moments, name, permute=codec in _OSCAR)
+    for name in K_BASES[spec.fit]:
+        r_k = _k_basis(moments, name, published)
         candidates[name] = _parameters(spec, r_k, r_v, moments, damping)
         errors[name] = k_error(spec, candidates[name], moments)
     names = list(candidates)
@@ -96,7 +88,7 @@ def fit_layer(
     report = {
         "k_basis": [names[i] for i in chosen],
         "k_error": {n: _rounded(errors[n]) for n in names},
-        "k_error_plain": _rounded(k_error(replace(spec, search="round"), params, moments)),
+        "k_error_plain": _rounded(k_error(replace(spec, search=Round()), params, moments)),
         "logit_error": _rounded(logit_error(spec, params, moments)),
         "v_error": _rounded(v_error(spec, params, moments)),
         "k_mean_energy": _rounded(mean_energy(moments)),
@@ -161,19 +153,11 @@ def _parameters(
     if spec.k_feedback:
         metric = feedback_metric(r_k, moments.qtq, damping)
         params = params._replace(factor=feedback_factor(metric).float())
-        if spec.search == "accurate":
+        if "metric" in spec.search.tensors:
             params = params._replace(metric=((metric + metric.mT) / 2).float())
-    if spec.meta == "compact":
+    if "grid" in spec.meta.tensors(len(r_k[0])):
         params = params._replace(grid=fit_grids(spec, params, moments))
     return params
-
-
-def feedback_factor(metric: torch.Tensor) -> torch.Tensor:
-    """Strictly upper triangular F [Hk, D, D] float64 with row j = U[j, j+1:] / U[j, j], where
-    ``U^T U = metric^-1``; metric [Hk, D, D] float64, positive definite."""
-    inverse = torch.linalg.inv(metric)
-    u = torch.linalg.cholesky((inverse + inverse.mT) / 2, upper=True)
-    return (u / u.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
 
 
 def k_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
@@ -195,14 +179,14 @@ def _k_errors(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.T
     before, keys = moments.before, moments.held_k
     positions = None if before is None else before.held_positions
     k_rot = rotate(keys, params.r_k)
-    k_hat = decode_k(spec, params, encode_k(spec, params, k_rot, positions), positions)
+    k_hat = spec.decode_k(params, spec.encode_k(params, k_rot, positions), positions)
     return rotate(k_hat - k_rot, params.k_back).double()
 
 
 def v_error(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:
     """Relative squared error of the held-back values [Hk] float64."""
     v_rot = rotate(moments.held_v, params.r_v)
-    error = v_rot.double() - decode_v(spec, params, encode_v(spec, params, v_rot)).double()
+    error = v_rot.double() - spec.decode_v(params, spec.encode_v(params, v_rot)).double()
     return _ratio(error.square().sum((0, 2)), v_rot.double().square().sum((0, 2)))
 
 
@@ -227,11 +211,11 @@ def _k_basis(moments: Moments, name: str, permute: bool) -> torch.Tensor:
     return r[..., d - 1 - bit_reversal(d)] if permute else r
 
 
-def _v_basis(moments: Moments, codec: str, statistic: torch.Tensor) -> torch.Tensor:
+def _v_basis(moments: Moments, statistic: torch.Tensor, oscar: bool) -> torch.Tensor:
     """Eigenvectors of ``statistic`` times H; OSCAR takes them ascending, and permuted."""
     d = moments.k_mean.shape[-1]
-    r = eigenbasis(statistic, descending=codec not in _OSCAR) @ hadamard(d)
-    return r[..., d - 1 - bit_reversal(d)] if codec in _OSCAR else r
+    r = eigenbasis(statistic, descending=not oscar) @ hadamard(d)
+    return r[..., d - 1 - bit_reversal(d)] if oscar else r
 
 
 def _published_v_statistic(moments: Moments) -> torch.Tensor:

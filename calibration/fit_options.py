@@ -1,4 +1,4 @@
-"""Moments -> what the codecs ``accurate`` and ``compact`` add to ``feedback``."""
+"""Moments -> what error feedback needs, and the codecs ``accurate`` and ``compact`` beside it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def feedback_metric(r_k: torch.Tensor, m: torch.Tensor, damping: float) -> torch
     eye = torch.eye(g.shape[-1], dtype=g.dtype)
     trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
     return torch.where(trace > 0, g + damping * trace / g.shape[-1] * eye, eye)
+
+
+def feedback_factor(metric: torch.Tensor) -> torch.Tensor:
+    """Strictly upper triangular F [Hk, D, D] float64 with row j = U[j, j+1:] / U[j, j], where
+    ``U^T U = metric^-1``; metric [Hk, D, D] float64, positive definite."""
+    inverse = torch.linalg.inv(metric)
+    u = torch.linalg.cholesky((inverse + inverse.mT) / 2, upper=True)
+    return (u / u.diagonal(dim1=-2, dim2=-1)[..., None]).triu(1)
 
 
 def fit_grids(spec: CodecSpec, params: LayerParams, moments: Moments) -> torch.Tensor:

@@ -16,11 +16,9 @@ smaller error.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from ..kernels.codec import CodecSpec, LayerParams, decode_k, encode_k, rotate, value_range
+from ..kernels.codec import CodecSpec, LayerParams, rotate, value_range
 from ..kernels.codec_position import (
     PER_OCTAVE,
     SPREADS,
@@ -29,9 +27,10 @@ from ..kernels.codec_position import (
     mean_rot,
     mean_share,
     tile_mean,
+    with_rope,
 )
 from ..kernels.hadamard import hadamard
-from .fit_options import feedback_metric, fit_grid
+from .fit_options import feedback_factor, feedback_metric, fit_grid
 from .stats import BeforeRope, Moments
 
 BETA = 0.1
@@ -104,8 +103,6 @@ def parameters(
     moments: Moments, a: torch.Tensor, r_v: torch.Tensor, m: torch.Tensor, damping: float
 ) -> LayerParams:
     """Everything but the grid; a, m [Hk, D, D] float64."""
-    from .fit import feedback_factor
-
     before, inverse = moments.before, torch.linalg.inv(a)
     g = inverse @ m @ inverse.mT
     return LayerParams(
@@ -131,7 +128,7 @@ def fit(
     before = moments.before
     if before is None:
         raise ValueError("codec position needs moments before RoPE")
-    spec = replace(spec, rope=before.rope)
+    spec = with_rope(spec, before.rope)
     mean = tile_mean(before.rope, before.k_mean)
     c, m = (
         turned_moment(before.rope, x, n_sink, context)
@@ -168,7 +165,7 @@ def error(
     """Mean of e m e^T over keys [n, Hk, D]: mean squared error of a logit before its scale,
     [Hk] float64."""
     k_rot = rotate(keys, params.r_k)
-    k_hat = decode_k(spec, params, encode_k(spec, params, k_rot, positions), positions)
+    k_hat = spec.decode_k(params, spec.encode_k(params, k_rot, positions), positions)
     return energy(rotate(k_hat - k_rot, params.k_back), m)
 
 
@@ -181,8 +178,8 @@ def fit_grids(
 ) -> torch.Tensor:
     """``LayerParams.grid`` [Hk, 2, 3] from held-back rows."""
     k_rot = rotate(keys, params.r_k)
-    share = mean_share(k_rot, positions, spec.rope, params)
-    left = k_rot - share[..., None] * mean_rot(positions, spec.rope, params)
+    share = mean_share(k_rot, positions, spec.meta.rope, params)
+    left = k_rot - share[..., None] * mean_rot(positions, spec.meta.rope, params)
     step = left.square().mean(-1).sqrt() * (2 * SPREADS[spec.k_bits] / (2**spec.k_bits - 1))
     k_meta = torch.stack([step, share], -1)
     v_meta = value_range(rotate(values, params.r_v), spec.v_range, 2**spec.v_bits - 1)

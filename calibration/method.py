@@ -40,10 +40,16 @@ class Encoded:
 
 
 class Method(ABC):
-    """A codec of whole K/V rows; subclasses are stateless."""
+    """A codec of whole K/V rows; subclasses are stateless.
+
+    family  as ``CodecSpec.family``, or ``baseline``
+    mixed   whether layers may have different widths (``fit_model``)
+    """
 
     block = 1
     needs_stats = True
+    family = "baseline"
+    mixed = False
 
     def __init__(self, name: str, summary: str) -> None:
         self.name = name

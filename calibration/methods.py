@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.codec_omni import chosen
+from ..kernels.codec import CODECS
 from .baselines.fp8 import Fp8
 from .baselines.per_channel import PerChannel
 from .baselines.per_token import PerToken
 from .baselines.turboquant import TurboQuant
 from .errors import CalibrationError
 from .method import Method, TwoSided
-from .served import Omni, OscarProxy, Served
+from .served import OscarProxy, Served
 
 
 def _uniform(name: str, summary: str, k, v=None) -> Method:
@@ -40,16 +40,8 @@ def _all() -> list[Method]:
             PerChannel(128, boosted=0.125),
             PerToken(2, False),
         ),
-        Served("oscar"),
         OscarProxy(),
-        Served("lloyd"),
-        Omni("omni", "OScaR: keys per channel over 128 tokens after a token norm"),
-        Served("aligned"),
-        Served("feedback"),
-        Served("accurate"),
-        Served("compact"),
-        Served("position"),
-        Served("accurate-compact"),
+        *(Served(c.name) for c in sorted(CODECS.values(), key=lambda c: c.family == "ours")),
     ]
 
 
@@ -58,9 +50,15 @@ METHODS = {m.name: m for m in _all()}
 ABLATIONS = {
     m.name: m
     for m in (
-        Omni("omni-rotation", "omni without its token norm", norm="none"),
-        Omni("omni-scaling", "omni without its rotation", rotation="none"),
-        Omni("omni-channels", "omni without either: K per channel", norm="none", rotation="none"),
+        Served("omni", "omni-rotation", "omni without its token norm", norm="none"),
+        Served("omni", "omni-scaling", "omni without its rotation", rotation="none"),
+        Served(
+            "omni",
+            "omni-channels",
+            "omni without either: K per channel",
+            norm="none",
+            rotation="none",
+        ),
     )
 }
 PUBLISHED_WINDOWS = (
@@ -141,8 +139,14 @@ def find_method(name: str) -> Method | None:
     return METHODS.get(name) or ABLATIONS.get(name)
 
 
+def family(name: str) -> str:
+    """``Method.family`` of a method; of one that is not known any more, ``baseline``."""
+    method = find_method(name)
+    return method.family if method else "baseline"
+
+
 def method_of(codec: str, options: dict[str, Any]) -> Method:
     """What judges an artifact of ``codec`` with these options."""
-    if codec != "omni":
-        return METHODS[codec]
-    return next(m for m in (METHODS[codec], *ABLATIONS.values()) if m.options == chosen(options))
+    chosen = CODECS[codec].meta.chosen(options)
+    variants = (m for m in ABLATIONS.values() if m.spec.name == codec)
+    return next(m for m in (METHODS[codec], *variants) if m.options == chosen)

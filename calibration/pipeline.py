@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
@@ -14,142 +12,81 @@ from ..artifact.file import Artifact, Fingerprint, data_free
 from ..artifact.fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
 from ..kernels.layout import PADDED_HEAD_DIMS
-from .collect import Progress, check_supported
-from .data import RANDOM, load_tokens
-from .engines import ENGINES, Run
+from .collect import check_supported
+from .engines import ENGINES
 from .errors import CalibrationError
-from .fit import CONTEXT, DAMPING, N_SINK, LayerFit
+from .fit import CONTEXT, DAMPING, LayerFit
 from .fit_options import K_SIGMAS, V_SIGMAS
 from .model_fit import Fitter, wanted_bits, widen
 from .pictures import hash_files
+from .plan import Plan
 from .warn import calibration_warnings
 
-DEFAULT_TOKENS = 8192
 _MIN_ROWS = 256
 
 
-def calibrate(
-    model_dir: Path | str,
-    codec: str = "feedback",
-    data: str = RANDOM,
-    tokens: int = DEFAULT_TOKENS,
-    *,
-    device: str = "cpu",
-    seed: int = 0,
-    n_sink: int = N_SINK,
-    progress: Progress | None = None,
-    engine: str = "transformers",
-    partial: Path | None = None,
-    tp: int = 1,
-    codec_options: Mapping[str, str] | None = None,
-    context: int | None = None,
-    bits: float | None = None,
-    images: Sequence[Path] = (),
-) -> Artifact:
-    """Run the model on ``tokens`` ids from ``data`` and fit ``codec`` to what its attention saw.
-
-    data      ``random``, a text file, or NPZ:KEY (see ``data.load_tokens``)
-    n_sink    positions below it are left out: the cache keeps them exact
-    progress  called with (stage, done, total)
-    engine    what runs the model: transformers, or sglang for any checkpoint SGLang can load
-    partial   file that keeps the sums of an interrupted run (transformers engine); removed at the
-              end
-    tp        tensor-parallel ranks (sglang engine)
-    codec_options  of ``omni`` (``codec_omni.OPTIONS``)
-    context        positions that ``position`` is fitted for; None: the model's own context length
-    bits           per element that ``position`` may spend on history; what is left over 2 bits and
-                   metadata widens the K or V of some layers (``widths``). None: ``EXTRA_BITS``
-    images         files that a vision-language model reads besides (transformers engine)
+def calibrate(plan: Plan, codec: str = "feedback") -> Artifact:
+    """Run the model as planned and fit ``codec`` to what its attention saw.
 
     A codec that needs no data is made from the model's shape alone; the model does not run.
     Raises CalibrationError or FingerprintError, whose messages are for the operator.
     """
-    options = dict(
-        device=device,
-        seed=seed,
-        n_sink=n_sink,
-        progress=progress,
-        engine=engine,
-        partial=partial,
-        tp=tp,
-        codec_options=codec_options,
-        context=context,
-        bits=bits,
-        images=images,
-    )
-    return calibrate_codecs(model_dir, [codec], data, tokens, **options)[codec]
+    return calibrate_codecs(plan, [codec])[codec]
 
 
-def calibrate_codecs(
-    model_dir: Path | str,
-    codecs: Sequence[str],
-    data: str = RANDOM,
-    tokens: int = DEFAULT_TOKENS,
-    *,
-    device: str = "cpu",
-    seed: int = 0,
-    n_sink: int = N_SINK,
-    progress: Progress | None = None,
-    engine: str = "transformers",
-    partial: Path | None = None,
-    tp: int = 1,
-    codec_options: Mapping[str, str] | None = None,
-    context: int | None = None,
-    bits: float | None = None,
-    images: Sequence[Path] = (),
-) -> dict[str, Artifact]:
+def calibrate_codecs(plan: Plan, codecs: Sequence[str]) -> dict[str, Artifact]:
     """``calibrate`` for several codecs, from one pass over the tokens."""
     start = time.monotonic()
-    model_dir = Path(model_dir)
+    n_sink, progress = plan.n_sink, plan.progress
     if unknown := [name for name in codecs if name not in CODECS]:
         raise CalibrationError(f"unknown codec {unknown[0]!r}; supported: {', '.join(CODECS)}")
-    fingerprint = Fingerprint.of(model_dir)
-    made = _without_data(fingerprint, codecs, codec_options, start)
+    fingerprint = Fingerprint.of(plan.model_dir)
+    made = _without_data(fingerprint, codecs, plan.codec_options, start)
     codecs = [name for name in codecs if name not in made]
     if not codecs:
         return made
-    check_supported(model_dir, fingerprint.head_dim)
+    check_supported(plan.model_dir, fingerprint.head_dim)
     if "position" in codecs and fingerprint.head_dim in PADDED_HEAD_DIMS:
         raise CalibrationError(
-            f"{model_dir}: codec position is not made for heads of {fingerprint.head_dim} "
+            f"{plan.model_dir}: codec position is not made for heads of {fingerprint.head_dim} "
             "channels; take another"
         )
-    context = max(context or context_length(read_config(model_dir)), 2 * n_sink)
-    source = load_tokens(data, model_dir, tokens, seed)
+    context = max(plan.context or context_length(read_config(plan.model_dir)), 2 * n_sink)
+    source = plan.source()
     rows = sum(max(0, len(ids) - n_sink) for ids in source.sequences)
     if rows < _MIN_ROWS:
         raise CalibrationError(
             f"{source.description}: {source.count} tokens leave {rows} beyond the first {n_sink} "
             f"of their sequence, expected at least {_MIN_ROWS}; give more tokens"
         )
-    if tp > 1 and engine != "sglang":
-        raise CalibrationError(f"{tp} tensor-parallel ranks need --engine sglang")
-    if images and (engine != "transformers" or "position" in codecs):
+    if plan.tp > 1 and plan.engine != "sglang":
+        raise CalibrationError(f"{plan.tp} tensor-parallel ranks need --engine sglang")
+    mixed = [codec for codec in codecs if CODECS[codec].meta.mixed]
+    if plan.images and (plan.engine != "transformers" or mixed):
         raise CalibrationError(
             "images are read by the transformers engine only, and not for codec position, which "
             "counts positions by tokens; drop --engine, the codec, or --images"
         )
-    fitter = Fitter("position", context, n_sink, progress) if "position" in codecs else None
-    wanted = wanted_bits(bits, fingerprint.head_dim)
-    run = Run(model_dir, source, device, n_sink, progress, partial, tp, fitter, tuple(images))
-    observed = ENGINES[engine](run)
+    fitter = Fitter(mixed[0], context, n_sink, progress) if mixed else None
+    wanted = wanted_bits(plan.bits, fingerprint.head_dim)
+    observed = ENGINES[plan.engine](plan, source, fitter)
     facts = {
         "tool": f"oscar_sglang {__version__}",
-        "model": model_dir.resolve().name,
+        "model": plan.model_dir.resolve().name,
         "data": observed.source.description,
         "data_hash": observed.source.hash,
         "tokens": observed.source.count,
-        "device": device,
-        "engine": engine,
+        "device": plan.device,
+        "engine": plan.engine,
     }
-    if images:
-        facts |= {"images": len(images), "images_hash": hash_files(images)}
+    if plan.images:
+        facts |= {"images": len(plan.images), "images_hash": hash_files(plan.images)}
     for codec in codecs:
         fits, unscored = Fitter(codec, context, n_sink, progress).fit(observed.moments), []
-        if codec == "position":
+        if codec in mixed:
             fits, unscored = widen(fits, observed.moments, observed.scores, wanted, context, n_sink)
         warnings = unscored + calibration_warnings(
-            observed.source, tokens, observed.moments, fits, observed.biased
+            observed.source, plan.tokens, observed.moments, fits, observed.biased
         )
         seconds = round(time.monotonic() - start, 1)
         provenance = facts | {"date": _now(), "seconds": seconds, "warnings": warnings}
@@ -189,18 +126,12 @@ def _without_data(
 
 def _options(codec: str, fits: list[LayerFit], context: int) -> dict[str, Any]:
     """What else the codec was fitted with, and what ``codec.layer_specs`` reads."""
+    has_grid = fits[0].params.grid is not None
+    found = {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS} if has_grid else {}
     spec = CODECS[codec]
-    found = {"k_sigmas": K_SIGMAS, "v_sigmas": V_SIGMAS} if spec.has_grid else {}
-    if spec.meta == "position":
-        ropes = [fit.spec.rope for fit in fits]
-        rope = max(ropes, key=lambda r: sum(map(bool, r.theta)))
-        found |= {
-            "context": context,
-            "rope": {n: list(v) for n, v in dataclasses.asdict(rope).items()},
-            "rope_free": [i for i, r in enumerate(ropes) if r != rope],
-            "bits": [[fit.spec.k_bits, fit.spec.v_bits] for fit in fits],
-        }
-    return found
+    if spec.fit == "before_rope":
+        found["context"] = context
+    return found | spec.meta.layer_options([fit.spec for fit in fits])
 
 
 def context_length(config: dict[str, Any]) -> int:

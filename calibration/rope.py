@@ -24,6 +24,7 @@ _ADJACENT = {
     "chatglm", "codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj",
     "llama4", "llama4_text",
 }  # fmt: skip
+_WITHOUT = {"nemotron_h"}  # although their configurations do not say so
 PROBE_TOKENS = 64
 _TOLERANCE = 2e-2  # of a key's norm; BF16 rounding is 4e-3, another frequency or pairing near 1
 
@@ -53,11 +54,10 @@ def turning(text: dict[str, Any], head_dim: int, layer_ids: Sequence[int]) -> Tu
     theta = settings.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base")
     stored = stored_head_dim(head_dim)
     still = Rope.still(stored)
-    if theta is None and not settings:
-        if text.get("position_embedding_type") in (None, "rope", "rotary"):
-            theta = 10000.0  # transformers' default; the check finds out where there is no RoPE
-        else:
-            return Turning(still)
+    said = text.get("position_embedding_type") or "rope"
+    if text.get("model_type") in _WITHOUT or said not in ("rope", "rotary"):
+        return Turning(still)
+    # Without a word transformers' default; the check finds out where there is no RoPE.
     n = int(head_dim * _partial(text, settings, head_dim)) // 2
     plain = float(theta or 10000.0) ** (-torch.arange(n, dtype=torch.float64) / max(n, 1))
     scale = {

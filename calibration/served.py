@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels import codec_omni
-from ..kernels.codec import (
-    CODECS,
-    LayerCodec,
-    Rows,
-    decode_k,
-    decode_v,
-    encode_k,
-    encode_v,
-    rotate,
-)
-from ..kernels.hadamard import hadamard
+from ..artifact.file import neutral_params
+from ..kernels.codec import LayerCodec, Rows, rotate, spec_of
 from .fit import CONTEXT, N_SINK, fit_layer
 from .method import Encoded, Method, block_pieces
 from .model_fit import Fitter, wanted_bits, widen
 from .stats import Moments
 
 
-def _positions(x: torch.Tensor, first: int) -> torch.Tensor:
-    return torch.arange(first, first + len(x), device=x.device)
-
-
 class Served(Method):
-    """A codec of ``CODECS``: parameters are those of an artifact (``Artifact.codecs``)."""
+    """A codec of ``CODECS``: parameters are those of an artifact (``Artifact.codecs``).
 
-    def __init__(self, codec: str, summary: str | None = None, fitted: str | None = None) -> None:
-        self.spec = CODECS[fitted or codec]
-        super().__init__(codec, summary or self.spec.summary)
+    name     of the method, where it is not the codec's
+    options  of an artifact of it (``Metadata.choices``)
+    """
 
-    def fit(self, moments: Moments) -> LayerCodec:
-        return fit_layer(moments, self.spec.name).codec
+    def __init__(
+        self, codec: str, name: str | None = None, summary: str | None = None, **options: str
+    ) -> None:
+        self.spec = spec_of(codec, options)
+        super().__init__(name or codec, summary or self.spec.summary)
+        self.options = self.spec.meta.chosen(options)
+        self.block, self.needs_stats = self.spec.block, self.spec.needs_data
+        self.family, self.mixed = self.spec.family, self.spec.meta.mixed
 
-    def fit_model(self, moments, scores=None, context=0) -> list[LayerCodec]:
-        """Of ``position`` with the widths that its default bits pay for."""
-        if self.spec.meta != "position":
+    def fit(self, moments: Moments | None) -> LayerCodec | None:
+        return fit_layer(moments, self.spec.name).codec if self.needs_stats else None
+
+    def fit_model(self, moments, scores=None, context=0) -> list[LayerCodec | None]:
+        """Of a codec of mixed widths with those that its default bits pay for."""
+        if not self.mixed:
             return super().fit_model(moments)
         context = context or CONTEXT
         fits = Fitter(self.spec.name, context, N_SINK).fit(moments)
@@ -46,17 +41,42 @@ class Served(Method):
         wide, _ = widen(fits, moments, scores, bits, context, N_SINK)
         return [fit.codec for fit in wide]
 
+    def _codec(self, params: LayerCodec | None, heads: int, head_dim: int, device) -> LayerCodec:
+        """``params``, or those of a codec without data."""
+        if params is not None:
+            return params
+        neutral = neutral_params(self.spec, heads, head_dim, self.options)
+        return LayerCodec(self.spec, neutral.to(device))
+
     def encode(self, params, k, v, first=0) -> Encoded:
-        spec, params = params
-        k_rows = encode_k(spec, params, rotate(k, params.r_k), _positions(k, first))
-        v_rows = encode_v(spec, params, rotate(v, params.r_v))
-        return Encoded(tuple(k_rows), tuple(v_rows), first)
+        spec, params = self._codec(params, *k.shape[1:], k.device)
+        k_rot, v_rot = rotate(k, params.r_k), rotate(v, params.r_v)
+        if spec.block == 1:
+            at = torch.arange(first, first + len(k), device=k.device)
+            rows = spec.encode_k(params, k_rot, at), spec.encode_v(params, v_rot)
+            return Encoded(*map(tuple, rows), first)
+        pieces = block_pieces(first, len(k), spec.block)
+        blocks = [spec.meta.encode_block(k_rot[i], v_rot[i], 0) for i in pieces]
+        keys = (t for k_rows, _, channels in blocks for t in (*k_rows, channels))
+        values = (torch.cat(parts) for parts in zip(*(v for _, v, _ in blocks), strict=True))
+        return Encoded(tuple(keys), tuple(values), first)
 
     def decode(self, params, encoded):
-        spec, params = params
-        k_rows, v_rows = Rows(*encoded.k), Rows(*encoded.v)
-        k_rot = decode_k(spec, params, k_rows, _positions(k_rows.packed, encoded.first))
-        v_rot = decode_v(spec, params, v_rows)
+        _, heads, size = encoded.k[0].shape
+        head_dim = size * 8 // self.spec.k_bits
+        spec, params = self._codec(params, heads, head_dim, encoded.k[0].device)
+        v_rot = spec.decode_v(params, Rows(*encoded.v))
+        if spec.block == 1:
+            rows = Rows(*encoded.k)
+            at = encoded.first + torch.arange(len(rows.packed), device=v_rot.device)
+            k_rot = spec.decode_k(params, rows, at)
+        else:
+            blocks = zip(*(encoded.k[i::3] for i in range(3)), strict=True)
+            pieces = (
+                spec.decode_k(params, Rows(packed, meta), channels=channels)
+                for packed, meta, channels in blocks
+            )
+            k_rot = torch.cat(list(pieces))
         return rotate(k_rot, params.k_back), rotate(v_rot, params.r_v.mT)
 
 
@@ -64,45 +84,7 @@ class OscarProxy(Served):
     """``oscar`` with the V statistic of the published code: V^T diag(w) V, w_t = k_t M k_t^T."""
 
     def __init__(self) -> None:
-        super().__init__("oscar-proxy", "OSCAR with the V statistic of its published code", "oscar")
+        super().__init__("oscar", "oscar-proxy", "OSCAR with the V statistic of its published code")
 
     def fit(self, moments: Moments) -> LayerCodec:
         return fit_layer(moments, "oscar", proxy=True).codec
-
-
-class Omni(Method):
-    """OScaR: Hadamard, token norms, keys per channel over blocks. Data-free.
-
-    norm, rotation  what ``codec_omni.OPTIONS`` call so; the ablation of its paper leaves them out
-    """
-
-    block = codec_omni.BLOCK
-    needs_stats = False
-
-    def __init__(
-        self, name: str, summary: str, norm: str = "head", rotation: str = "hadamard"
-    ) -> None:
-        super().__init__(name, summary)
-        self.options = {"norm": norm, "rotation": rotation}
-
-    def fit(self, moments: Moments | None) -> None:
-        return None
-
-    def encode(self, params, k, v, first=0) -> Encoded:
-        k_rot, v_rot = rotate(k, self._basis(k)), rotate(v, self._basis(v))
-        norm = self.options["norm"] == "head"
-        pieces = block_pieces(first, len(k), self.block)
-        blocks = (codec_omni.encode_k(k_rot[p], token_norm=norm) for p in pieces)
-        return Encoded(tuple(t for b in blocks for t in b), tuple(codec_omni.encode_v(v_rot)))
-
-    def decode(self, params, encoded):
-        blocks = zip(*(encoded.k[i::3] for i in range(3)), strict=True)
-        k_rot = torch.cat([codec_omni.decode_k(codec_omni.KeyBlock(*b)) for b in blocks])
-        v_rot = codec_omni.decode_v(Rows(*encoded.v))
-        return rotate(k_rot, self._basis(k_rot)), rotate(v_rot, self._basis(v_rot))
-
-    def _basis(self, x: torch.Tensor) -> torch.Tensor:
-        """H, or the identity, for every head of x [T, Hk, D]; its own inverse."""
-        _, heads, d = x.shape
-        r = hadamard(d).float() if self.options["rotation"] == "hadamard" else torch.eye(d)
-        return r.to(x.device).expand(heads, d, d)

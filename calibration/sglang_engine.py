@@ -26,11 +26,11 @@ from ..kernels.codec import LayerCodec
 from ..kernels.codec_position import Rope
 from ..kernels.padding import padded
 from ..launch_server import enter_cpu_mode
-from .collect import Accumulator, Progress
+from .collect import Progress
 from .errors import CalibrationError
 from .rope import PROBE_TOKENS, checked, turning
 from .sglang_runner import bare_runner, resolved_arguments
-from .stats import BeforeRope, Moments, join_heads
+from .stats import Accumulator, BeforeRope, Moments, join_heads
 from .widths import Prober, Scores, probe_ids, projection
 
 

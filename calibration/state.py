@@ -11,8 +11,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .collect import Accumulator
-from .stats import LayerStats
+from .stats import Accumulator, LayerStats
 
 SAVE_EVERY_SECONDS = 30
 _KEY = "oscar_sglang_partial"

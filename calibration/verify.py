@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..artifact.file import Artifact, Fingerprint, check
 from .collect import Progress
-from .data import RANDOM, load_tokens
-from .engines import Run, by_transformers
+from .data import RANDOM
+from .engines import by_transformers
 from .fit import k_error, v_error
+from .plan import Plan
 
 TOLERANCE = 1.5  # fresh error over recorded error, mean over a model's layers
 LAYER_TOLERANCE = 2.5  # the same for one layer; a few hundred rows decide each
@@ -59,9 +60,10 @@ def verify(
     if not artifact.spec.needs_data:
         text = f"fits this model; codec {artifact.codec} has no statistics that could differ"
         return Verification([], "no tokens", True, text)
-    source = load_tokens(data, model_dir, tokens, seed)
     n_sink = int(artifact.options.get("n_sink", 64))
-    moments = by_transformers(Run(model_dir, source, device, n_sink, progress)).moments
+    plan = Plan(model_dir, data, tokens, device, seed, n_sink, progress)
+    source = plan.source()
+    moments = by_transformers(plan, source).moments
     recorded = artifact.provenance.get("layers") or [None] * len(moments)
     rows = []
     for i, (m, params, old) in enumerate(zip(moments, artifact.layers, recorded, strict=True)):

@@ -128,7 +128,7 @@ def _about_outliers(moments: Sequence[Moments], biased: bool) -> list[str]:
 def _about_rope(moments: Sequence[Moments], fits: Sequence[LayerFit]) -> list[str]:
     """Only a codec that follows the turn suffers where it is not known."""
     before, spec = moments[0].before, fits[0].spec
-    if before is None or before.doubt is None or spec is None or spec.rope is None:
+    if before is None or before.doubt is None or spec is None or spec.fit != "before_rope":
         return []
     return [
         f"{before.doubt}: K is coded about a mean that does not turn with the position, and error "

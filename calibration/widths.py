@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ..kernels.codec import LayerCodec
-from .emulate import quantise
 
 ROWS, RECENT = 256, 256
 PROBE_TOKENS = 2048
@@ -95,8 +94,8 @@ def outputs_of(
     rows, length = min(ROWS, len(q) - RECENT - n_sink), len(q)
     history = slice(n_sink, length - RECENT)
     positions = torch.arange(history.start, history.stop, device=k.device)
-    spec, params = codec.spec, codec.params.to(k.device)
-    k_hat, v_hat = quantise(spec, params, k[history], v[history], positions)
+    params = codec.params.to(k.device)
+    k_hat, v_hat = LayerCodec(codec.spec, params).quantised(k[history], v[history], positions)
     k_hat = torch.einsum("thd,hde->hte", k_hat, params.k_back)
     v_hat = torch.einsum("thd,hde->hte", v_hat, params.r_v.mT)
     keys, values = (x.float().transpose(0, 1) for x in (k, v))  # [Hk, T, D]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +20,6 @@ from urllib.parse import parse_qsl, urlencode
 KV_CACHE_DTYPE = "int2"
 ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
-CODEC_NAMES = (
-    "feedback", "accurate", "compact", "accurate-compact", "position", "aligned", "oscar",
-    "lloyd", "omni",
-)  # fmt: skip
 _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
 )  # fmt: skip
@@ -43,6 +40,22 @@ KERNELS_VARIABLE = "OSCAR_SGLANG_KERNELS"
 
 class OscarError(ValueError):
     """A user's mistake or an unsupported combination; the message says what to do."""
+
+
+class CodecNames:
+    """Names of ``codec.CODECS``, looked up when they are asked for: a parser that offers them is
+    built without torch."""
+
+    def __iter__(self) -> Iterator[str]:
+        from .kernels.codec import CODECS
+
+        return iter(CODECS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
+
+
+CODEC_NAMES = CodecNames()
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ class OscarConfig:
     bits: float | None = None
 
     def __post_init__(self) -> None:
-        if self.codec not in (None, *CODEC_NAMES):
+        if self.codec is not None and self.codec not in CODEC_NAMES:
             raise OscarError(
                 f"--oscar-codec {self.codec!r} is unknown; choose one of {', '.join(CODEC_NAMES)}"
             )
@@ -166,12 +179,15 @@ class OscarConfig:
 
     def with_weight_update(self, codec: str) -> OscarConfig:
         """With the default of ``codec``. Raises OscarError for what it cannot do."""
-        if codec == "position" and self.on_weight_update == "recalibrate":
+        from .kernels.codec import CODECS
+
+        mixed = CODECS[codec].meta.mixed
+        if mixed and self.on_weight_update == "recalibrate":
             raise OscarError(
-                f"{flag('on_weight_update')} recalibrate is not built for codec position, whose "
+                f"{flag('on_weight_update')} recalibrate is not built for codec {codec}, whose "
                 "bits would move between layers in a running cache; give keep or refuse"
             )
-        default = "keep" if codec == "position" else "recalibrate"
+        default = "keep" if mixed else "recalibrate"
         return replace(self, on_weight_update=self.on_weight_update or default)
 
     def with_prefix_window(self, hybrid: bool) -> OscarConfig:
@@ -227,7 +243,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("codec"),
         choices=CODEC_NAMES,
-        help=f"2-bit codec (default: the artifact's, else {DEFAULT_CODEC})",
+        metavar="CODEC",
+        help=f"2-bit codec: %(choices)s (default: the artifact's, else {DEFAULT_CODEC})",
     )
     add(
         flag("artifact"),

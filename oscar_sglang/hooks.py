@@ -1,22 +1,12 @@
 """THE patch surface: every touch on SGLang is a row of HOOKS or READS, or goes by its registries.
 
-SGLang only logs a plugin or hook that fails and would then serve a BF16 cache, so ``verify``
-checks, in every process that is about to use int2, that each row is really in place. How the rows
-are held against another SGLang: ``plugin/ledger.py``, ``oscar-sglang doctor --sglang``.
+``plugin/registration.py`` puts the hooks in place and checks that they are. How the rows are held
+against another SGLang: ``plugin/ledger.py``, ``oscar-sglang doctor --sglang``.
 """
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-from functools import cache
-from typing import Any
-
-from .config import ATTENTION_BACKEND, DISABLE_VARIABLE, KV_CACHE_DTYPE, OscarError, disabled
-from .plugin.ledger import Hook, Read, Sources, problems, same_release
-from .plugin.seam import enabled
-
-logger = logging.getLogger(__name__)
+from .plugin.ledger import Hook, Read, named
 
 SGLANG_VERSION = "0.5.23"  # the one all tests and figures are from
 
@@ -113,16 +103,16 @@ READS = (
         "json_model_override_args", "kv_cache_dtype", "load_format", "max_running_requests",
         "max_total_tokens", "mem_fraction_static", "model_path", "page_size", "revision",
         "tp_size"),
-         by="startup, model_folder, refusals, sizing, sglang_engine"),
+         by="startup, model_folder, refusals, rank, sglang_engine"),
     Read(_ARGS, ("resolve_once",), by="arguments, sglang_engine"),
     Read(_ENGINE, ("server_args_class",), by="arguments"),
     Read(_KVC, ("attn_dp_size", "device", "layer_info", "mambaish_config", "model_config",
-                "model_dtype", "server_args"), by="rank, sizing, startup, hybrid"),
+                "model_dtype", "server_args"), by="rank, hybrid"),
     Read("sglang.srt.configs.model_config.ModelConfig", (
         "attention_arch", "context_len", "get_num_kv_heads", "get_total_num_kv_heads",
         "has_attention_sinks", "head_dim", "hf_config", "hf_text_config", "is_encoder_decoder",
         "is_hybrid_swa", "num_attention_heads", "num_hidden_layers", "v_head_dim"),
-         by="refusals, sizing, sglang_engine"),
+         by="refusals, rank, sglang_engine"),
     Read("sglang.srt.model_executor.model_runner.ModelRunner", (
         "attn_backend", "device", "forward", "model", "model_config", "req_to_token_pool",
         "server_args", "token_to_kv_pool"), by="backends, sglang_engine"),
@@ -173,132 +163,4 @@ READS = (
 )
 # fmt: on
 
-
-def found_problems(sources: Sources) -> list[str]:
-    """Rows that ``sources`` does not have as they are here, a sentence each."""
-    return problems(HOOKS, READS, sources)
-
-
-@cache
-def unfit() -> str | None:
-    """Why the installed SGLang cannot serve int2, or None.
-
-    The pinned version is known to fit; of a newer one the rows decide, and an older one is refused.
-    """
-    import sglang
-
-    version = sglang.__version__
-    if same_release(version, SGLANG_VERSION) == 0:
-        return None
-    advice = f"pip install sglang=={SGLANG_VERSION}, or drop --kv-cache-dtype {KV_CACHE_DTYPE}"
-    built = f"--kv-cache-dtype {KV_CACHE_DTYPE} is built for sglang {SGLANG_VERSION}"
-    if same_release(version, SGLANG_VERSION) < 0:
-        return f"{built}, found the older {version}; {advice}"
-    if broken := found_problems(Sources.installed()):
-        return f"{built}; {version} has changed what it relies on: {'; '.join(broken)}. {advice}"
-    return None
-
-
-def register() -> None:
-    """Entry point of group ``sglang.srt.plugins``; SGLang applies the hooks afterwards.
-
-    With an SGLang that does not fit only the argument hooks go in: they refuse int2 with a message.
-    """
-    if disabled():
-        # int2 and --oscar-* are then unknown to SGLang's own parser: refused, not served in BF16.
-        logger.warning("oscar: switched off by %s, the plugin does nothing", DISABLE_VARIABLE)
-        return
-    import sglang
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hooks = HOOKS
-    if unfit():
-        hooks = tuple(h for h in HOOKS if h.target.startswith(_ARGS + "."))
-    else:
-        from sglang.srt.layers.attention.attention_registry import register_attention_backend
-        from sglang.srt.server_args import add_attention_backend_choices
-
-        register_attention_backend(ATTENTION_BACKEND)(_create_backend)
-        add_attention_backend_choices([ATTENTION_BACKEND])
-        if sglang.__version__ != SGLANG_VERSION:
-            logger.warning(
-                "oscar: tested with sglang %s; %s has all that int2 relies on, but was not tested",
-                SGLANG_VERSION,
-                sglang.__version__,
-            )
-    for hook in hooks:
-        HookRegistry.register(hook.target, hook.call, HookType[hook.kind])
-    if _launches():
-        _take_engine_keywords()
-
-
-def _launches() -> bool:
-    """Whether an ``Engine`` may be made here: worker processes need not import it."""
-    return multiprocessing.parent_process() is None
-
-
-def _take_engine_keywords() -> None:
-    """``Engine(oscar_...=...)``: its arguments' class is an attribute, which no hook replaces."""
-    from sglang.srt.entrypoints.engine import Engine
-
-    from .plugin.arguments import engine_arguments
-
-    if not hasattr(Engine.server_args_class, "__wrapped__"):
-        Engine.server_args_class = engine_arguments(Engine.server_args_class)
-
-
-def _create_backend(runner: Any) -> Any:
-    if not enabled(runner):
-        raise OscarError(
-            f"--attention-backend {ATTENTION_BACKEND} is chosen by --kv-cache-dtype "
-            f"{KV_CACHE_DTYPE}; give that instead"
-        )
-    from .pool.memory_pool import oscar_pool
-
-    if oscar_pool(runner.token_to_kv_pool) is None:
-        raise OscarError(
-            f"SGLang built a {type(runner.token_to_kv_pool).__name__} for this model, which int2 "
-            "does not support; drop --kv-cache-dtype int2"
-        )
-    if runner.device == "cpu":
-        from .pool.cpu_backend import OscarAttnBackend
-
-        return OscarAttnBackend(runner)
-    from .pool.gpu_backend import OscarGpuBackend
-
-    backend = OscarGpuBackend(runner)
-    backend.check_kernels()
-    return backend
-
-
-def missing_hooks() -> list[str]:
-    """Targets of ``HOOKS``, and entries of registries, that are not in place in this process."""
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    missing = [
-        h.target
-        for h in HOOKS
-        if h.target not in HookRegistry._patched
-        or all(f is not h.call for _, f, _ in HookRegistry._hooks[h.target])
-    ]
-    if ATTENTION_BACKENDS.get(ATTENTION_BACKEND) is not _create_backend:
-        missing.append(f"attention backend {ATTENTION_BACKEND}")
-    return missing
-
-
-def hooks_in_place() -> tuple[int, int]:
-    """How many are in place, and how many there should be (with the attention backend)."""
-    total = len(HOOKS) + 1
-    return total - len(missing_hooks()), total
-
-
-def verify() -> None:
-    """Stop instead of serving BF16: the SGLang must fit, every hook must be in place."""
-    if reason := unfit():
-        raise OscarError(reason)
-    if missing := missing_hooks():
-        raise OscarError(
-            f"{len(missing)} of {len(HOOKS) + 1} hooks are not in place ({', '.join(missing)}); "
-            f"reinstall oscar-sglang and sglang=={SGLANG_VERSION}, or drop --kv-cache-dtype int2"
-        )
+register = named("registration.register")  # entry point of group sglang.srt.plugins

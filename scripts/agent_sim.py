@@ -1,6 +1,6 @@
 """Simulate agent sessions on a server and compare each with itself run alone.
 
-    python scripts/agent_sim.py --model DIR --log-dir LOGS --out r.json --sessions 30 --turns 20 \\
+    python -m scripts.agent_sim --model DIR --log-dir LOGS --out r.json --sessions 30 --turns 20 \\
         --page-sizes 16 --concurrency 8 -- --kv-cache-dtype int2 --max-total-tokens 12000
 
 starts a server for every page size, with the flags after ``--``, and runs every concurrency on it.
@@ -36,12 +36,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-
-from agents import Workload, simulate  # noqa: E402
-from endurance import device_name, gpu_used  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Client, Server  # noqa: E402
+from scripts.lib.agents import Workload, simulate
+from scripts.lib.endurance import device_name, gpu_used
+from scripts.lib.provenance import header
+from scripts.lib.server import Client, Server
 
 ERRORS = (
     "memory leak detected",

@@ -1,7 +1,7 @@
 """Time the kernels against FA3, FlashInfer and SGLang's Triton decode on one GPU.
 
-    python scripts/bench_kernels.py --out scripts/results/kernels-h200.json [--quick]
-    python scripts/bench_kernels.py --compare position --out FILE      one codec beside feedback
+    python -m scripts.bench_kernels --out scripts/results/kernels-h200.json [--quick]
+    python -m scripts.bench_kernels --compare position --out FILE      one codec beside feedback
 
 Every number is the median of CUDA-graph replays over caches that do not fit in L2, windows and the
 inverse rotation included; a wrong result stops the run. Ceilings are measured outside a graph.
@@ -15,14 +15,9 @@ import json
 import sys
 import time
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-import bench_baselines as baselines
 import torch
-from bench_common import DEV, Cache, ceilings, graph_time, random_params
-from provenance import commit
 
 from oscar_sglang.kernels import codec, codec_omni, codec_position
 from oscar_sglang.kernels.materialise import materialise
@@ -30,7 +25,11 @@ from oscar_sglang.kernels.means import Means
 from oscar_sglang.kernels.rotate import join_prefix, rotate_queries
 from oscar_sglang.kernels.store import store
 from oscar_sglang.kernels.views import TokenBatch, prepare_queries, query_buffer
+from scripts.lib import bench_baselines as baselines
+from scripts.lib.bench_common import DEV, Cache, ceilings, graph_time, random_params
+from scripts.lib.provenance import header
 
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
 # Those of the targets first, so that --quick and an interrupted run hold them.
 TARGETS = [
     (1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 32768), (32, 131072), (8, 131072),
@@ -50,8 +49,10 @@ MODEL_LAYERS = 64  # layers whose codec matrices are rotated through: more than 
 
 
 class Bench:
-    def __init__(self, out: Path | None, commit: str) -> None:
-        self.start, self.out, self.commit = time.time(), out, commit
+    def __init__(self, out: Path | None, commit: str | None) -> None:
+        self.start, self.out = time.time(), out
+        self.header = header(torch.cuda.get_device_name(), commit, PACKAGES)
+        self.header["versions"]["cuda"] = torch.version.cuda
         self.rows: list[dict] = []
         self.ceilings = ceilings()
         self.base: dict[tuple, dict] = {}
@@ -68,15 +69,7 @@ class Bench:
     def save(self) -> None:
         if self.out is None:
             return
-        result = {
-            "device": torch.cuda.get_device_name(),
-            "versions": versions(),
-            "commit": self.commit,
-            "command": "python scripts/bench_kernels.py " + " ".join(sys.argv[1:]),
-            "date": time.strftime("%Y-%m-%d"),
-            **self.ceilings,
-            "rows": self.rows,
-        }
+        result = {**self.header, **self.ceilings, "rows": self.rows}
         self.out.write_text(json.dumps(result, indent=1) + "\n")
 
     def baseline(self, batch: int, context: int, gqa: int) -> dict:
@@ -118,7 +111,7 @@ class Bench:
         }
         if against:
             speedups["against_feedback"] = round(us / against, 3)
-        chosen = "triton" if triton_only else steps[0]._form.kernel
+        chosen = "triton" if triton_only else steps[0].form.kernel
         self.add(
             "decode_attention", us, cache.needed_bytes(), codec=codec_name or "any",
             context=context, batch=batch, page_size=cache.page, gqa=gqa, kernel=chosen,
@@ -183,8 +176,8 @@ def check_store(cache: Cache) -> None:
     store(view, where, q, k, v, q_rot)
     params = view.params
     k_rot, v_rot = codec.rotate(k, params.r_k), codec.rotate(v, params.r_v)
-    key = codec.encode_k(view.spec, params, k_rot, where.positions)
-    want = key, codec.encode_v(view.spec, params, v_rot)
+    key = view.spec.encode_k(params, k_rot, where.positions)
+    want = key, view.spec.encode_v(params, v_rot)
     for got, rows in zip(cache.seg.history.read(0, where.slots), want, strict=True):
         same = (got.packed == rows.packed).all(-1) & (got.meta == rows.meta).all(-1)
         if same.float().mean() < 0.97:
@@ -349,16 +342,6 @@ def compare(bench: Bench, name: str) -> None:
         bench_materialise(bench, (16,), codec_name)
 
 
-def versions() -> dict[str, str]:
-    found = {"cuda": torch.version.cuda}
-    for name in ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
@@ -369,7 +352,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_kernels.py needs a CUDA GPU")
     torch.manual_seed(0)
-    bench = Bench(args.out, commit(args.commit))
+    bench = Bench(args.out, args.commit)
     print(bench.ceilings)
     if args.compare:
         return compare(bench, args.compare)

@@ -1,6 +1,6 @@
 """Which page size suits prefix-heavy traffic: hit rate and speed of the same agents at each.
 
-    python scripts/bench_page_size.py [--page-sizes 1,16,64,128] [--shape qwen3-8b] [--layers N]
+    python -m scripts.bench_page_size [--page-sizes 1,16,64,128] [--shape qwen3-8b] [--layers N]
                                       [--json OUT] [--commit HASH] [--agents-...]
 
 One int2 server per page size, dummy weights, the ``agents`` traffic of ``bench_serving.py``, whose
@@ -11,16 +11,12 @@ kernels alone is in ``bench_kernels.py``'s table.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-import endurance  # noqa: E402
-import serving_options  # noqa: E402
-import throughput  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Server  # noqa: E402
-from shapes import CACHES, UNCHECKED, common_arguments, model_folder  # noqa: E402
+from scripts.lib import endurance, serving_options, throughput
+from scripts.lib.provenance import header
+from scripts.lib.server import Server
+from scripts.lib.shapes import CACHES, UNCHECKED, common_arguments, model_folder
 
 ODD_LENGTHS = {"agents_system": 8101, "agents_in": 499, "agents_out": 53}
 

@@ -1,6 +1,6 @@
 """Serving speed of BF16, FP8 and 2-bit caches on one GPU, same memory fraction, one run.
 
-    python scripts/bench_serving.py [--shape qwen3-8b] [--caches bf16,fp8,int2]
+    python -m scripts.bench_serving [--shape qwen3-8b] [--caches bf16,fp8,int2]
                                     [--scenarios memory,prefill,decode,ttft,job,agents]
                                     [--soak 2000] [--json OUT] [--commit HASH]
 
@@ -31,15 +31,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-import endurance  # noqa: E402
-import latency  # noqa: E402
-import serving_options  # noqa: E402
-import throughput  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Server  # noqa: E402
-from serving_rows import add_speedups, merge  # noqa: E402
-from shapes import (  # noqa: E402
+from scripts.lib import endurance, latency, serving_options, throughput
+from scripts.lib.provenance import header
+from scripts.lib.server import Server
+from scripts.lib.serving_rows import add_speedups, merge
+from scripts.lib.shapes import (
     CACHES,
     SHAPES,
     UNCHECKED,

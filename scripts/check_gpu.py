@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, step by step: tests, agreement, soaks, speed.
 
-python scripts/check_gpu.py --out results --model QWEN3_NANO   (--list: the steps, their limits)
+python -m scripts.check_gpu --out results --model QWEN3_NANO   (--list: the steps, their limits)
 
 A step that fails, or runs past its limit, is stopped with all that it started, and the next one
 begins; steps.json is rewritten after each, so a run that is cut short has reported what it did.
@@ -21,11 +21,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-SCRIPTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(SCRIPTS / "lib"))
+from scripts.lib.endurance import device_name
+from scripts.lib.provenance import header
 
-from endurance import device_name  # noqa: E402
-from provenance import header  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 TAIL = 15  # lines of a step's log that are shown
 
@@ -49,7 +48,7 @@ class Step(NamedTuple):
 # Sessions with shared prefixes on a pool that is too small, SGLang's forced retraction on top,
 # every fourth step checked against the ownership tags.
 SOAK = (
-    "scripts/agent_sim.py --model {model} --log-dir {out} --commit {commit} --sessions 12 --turns 6"
+    "-m scripts.agent_sim --model {model} --log-dir {out} --commit {commit} --sessions 12 --turns 6"
     " --systems 4 --system-tokens 512 --turn-tokens 16 160 --answer-tokens 8 48 --concurrency 8"
     " --tokens tests/data/nano_tokens.npz --retract-every 50 --seconds 90"
 )
@@ -63,13 +62,13 @@ STEPS = {
     "kernels": Step(500, "-m pytest -q -rf -n {workers} tests/kernels"),
     "tags": Step(120, "-m pytest -q -rf tests/serving/test_gpu_backend.py"),
     "doctor": Step(120, "-m oscar_sglang.cli doctor --model {model}"),
-    "demo": Step(240, "scripts/demo.py --model {model} --log {out}/demo-server.log"),
+    "demo": Step(240, "-m scripts.demo --model {model} --log {out}/demo-server.log"),
     "memory-saver": Step(
-        300, "scripts/check_memory_saver.py --model {model} --log {out}/memory-saver-server.log"
+        300, "-m scripts.check_memory_saver --model {model} --log {out}/memory-saver-server.log"
     ),
     "models": Step(
         500,
-        "scripts/check_models.py --real {model} --jobs {workers} --log-dir {out} --commit {commit}"
+        "-m scripts.check_models --real {model} --jobs {workers} --log-dir {out} --commit {commit}"
         " --reference scripts/results/nano-answers-cpu.npz --json {out}/models.json",
     ),
     "soak": Step(300, SOAK + " --page-sizes 16 --out {out}/soak-tags.json" + TAGGED),
@@ -77,10 +76,10 @@ STEPS = {
         300,
         SOAK + " --page-sizes 128 --out {out}/soak-tags-omni.json" + TAGGED + " --oscar-codec omni",
     ),
-    "bench": Step(300, "scripts/bench_kernels.py --out {out}/kernels.json --commit {commit}"),
+    "bench": Step(300, "-m scripts.bench_kernels --out {out}/kernels.json --commit {commit}"),
     "profile": Step(
         300,
-        "scripts/profile_serving.py --log-dir {out} --json {out}/profile.json --commit {commit}",
+        "-m scripts.profile_serving --log-dir {out} --json {out}/profile.json --commit {commit}",
     ),
 }
 
@@ -89,7 +88,7 @@ def run(command: list[str], seconds: float, log: Path) -> int | None:
     """Exit code, None past ``seconds``: then the command is killed and what it has started with it,
     because a server that stayed would hold the GPU's memory."""
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=SCRIPTS.parent)
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

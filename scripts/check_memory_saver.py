@@ -1,6 +1,6 @@
 """Does a server answer the same after its memory was taken away and given back? For a GPU.
 
-    python scripts/check_memory_saver.py --model DIR [--log FILE]
+    python -m scripts.check_memory_saver --model DIR [--log FILE]
 
 Starts SGLang with --enable-memory-saver and an int2 cache, asks, releases first the cache and then
 everything (/release_memory_occupation), resumes, and asks again each time: prompts, a prefix hit
@@ -17,8 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from server import Server  # noqa: E402
+from scripts.lib.server import Server
 
 FLAGS = ["--kv-cache-dtype", "int2", "--skip-tokenizer-init", "--max-running-requests", "8"]
 FLAGS += ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--enable-weights-cpu-backup"]

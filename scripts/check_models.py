@@ -1,6 +1,6 @@
 """Serve one model of every kind with a BF16 and with a 2-bit cache and compare their answers.
 
-    python scripts/check_models.py [--only NAME,...] [--real DIR] [--jobs 8]
+    python -m scripts.check_models [--only NAME,...] [--real DIR] [--jobs 8]
                                    [--json OUT] [--commit HASH] [--log-dir DIR]
 
 Models of two layers with random weights, made on the spot (``lib/model_kinds.py``), and with --real
@@ -33,20 +33,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from oscar_sglang.artifact import file as art
+from oscar_sglang.launch_server import has_gpu
+from scripts.lib.endurance import device_name
+from scripts.lib.forced_decode import compare, spread, traffic
+from scripts.lib.model_kinds import KINDS, Kind, text_ids, vocabulary
+from scripts.lib.provenance import header
+from scripts.lib.reference_answers import load, save
+from scripts.lib.server import Server
+from scripts.lib.shapes import UNCHECKED
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts" / "lib"), str(ROOT)]
-
-from endurance import device_name  # noqa: E402
-from forced_decode import compare, spread, traffic  # noqa: E402
-from model_kinds import KINDS, Kind, text_ids, vocabulary  # noqa: E402
-from provenance import header  # noqa: E402
-from reference_answers import load, save  # noqa: E402
-from server import Server  # noqa: E402
-from shapes import UNCHECKED  # noqa: E402
-
-from oscar_sglang.artifact import file as art  # noqa: E402
-from oscar_sglang.launch_server import has_gpu  # noqa: E402
-
 REAL = "real"
 TOKENS, RECENT = 8192, 1024  # of the pool; of the wide windows
 TOP = 255  # tokens of a distribution beside the forced one: all of a tiny model's

@@ -1,6 +1,6 @@
-"""The README's table of codecs, from the memory plan and the committed measurements.
+"""The table of codecs in calibration/README.md, from the memory plan and committed measurements.
 
-    python scripts/codec_table.py
+    python -m scripts.codec_table
 
 Bits per element count everything a request costs: its history rows and its exact windows (sink 64,
 recent 256), for the shape of Qwen3-8B. KL is that of the served pool (``eval_pool.py``), times are
@@ -20,16 +20,6 @@ RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (8192, 32768, 131072)
 DECODE = (32, 32768)  # batch, context
 STORED = (1, 8192)  # tokens
-WHEN = {
-    "feedback": "default; store and attention in CUDA",
-    "accurate": "retrieval matters more than the cost of a store",
-    "compact": "6% more tokens than `feedback`",
-    "accurate-compact": "both of the above: the least error at the fewest bits, the slowest store",
-    "aligned": "the fastest store: no error feedback",
-    "oscar": "comparing with the paper, or rotations imported from RotationZoo",
-    "omni": "comparing with OScaR; pages of 128 tokens, no calibration",
-    "lloyd": "comparing; few bits without a calibrated grid",
-}
 
 
 def bits(codec: str, context: int) -> float:
@@ -55,7 +45,7 @@ def microseconds(codec: str, rows: list[dict]) -> str:
     """Of a layer: attention, and stores that end no block or, of a prompt, as many as it fills."""
     # Attention reads nothing of a codec but its codes and metadata.
     read = {"affine": "any", "compact": "compact", "scale": "lloyd", "channel": "omni"}
-    case = {"codec": read[CODECS[codec].meta], "op": "decode_attention", "gqa": 4}
+    case = {"codec": read[CODECS[codec].meta.name], "op": "decode_attention", "gqa": 4}
     (attend,) = (
         r["us"] for r in rows if case.items() <= r.items() and (r["batch"], r["context"]) == DECODE
     )
@@ -75,7 +65,7 @@ def table() -> list[str]:
     for name in filter(quality.__contains__, CODECS):  # measured so far
         cost = " / ".join(f"{bits(name, n):.2f}" for n in CONTEXTS)
         kl, top1 = quality[name]["kl"], quality[name]["top1"]
-        shown = (cost, f"{kl:.4f}", f"{top1:.1%}", microseconds(name, rows), WHEN[name])
+        shown = (cost, f"{kl:.4f}", f"{top1:.1%}", microseconds(name, rows), CODECS[name].when)
         lines.append(f"| `{name}` | " + " | ".join(shown) + " |")
     return lines
 

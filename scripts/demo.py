@@ -1,6 +1,6 @@
 """Serve a model with a 2-bit KV cache and chat with it over the OpenAI API.
 
-    python scripts/demo.py --model DIR [--serve]
+    python -m scripts.demo --model DIR [--serve]
 
 Two sessions share one long system prompt; each has three turns. Prints the answers, what came from
 the prefix cache, and what the cache holds and costs. Exits non-zero if anything failed.
@@ -16,8 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from server import Server  # noqa: E402
+from scripts.lib.server import Server
 
 console = Console(highlight=False, soft_wrap=True)
 

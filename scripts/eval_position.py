@@ -1,6 +1,6 @@
 """What each part of codec ``position`` is worth, and how codecs stand the context.
 
-    python scripts/eval_position.py --model DIR --calibration NPZ:KEY --tokens NPZ \\
+    python -m scripts.eval_position --model DIR --calibration NPZ:KEY --tokens NPZ \\
         [--contexts 2048,8192] [--documents NAME,...] [--json OUT]
 
 Calibrates once, on sequences as the file has them, and prints for every variant and context the
@@ -80,23 +80,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    from eval_pool import load_documents
-
     from oscar_sglang.calibration.collect import load_model
     from oscar_sglang.calibration.continuation import Cache, capture
-    from oscar_sglang.calibration.data import load_tokens
-    from oscar_sglang.calibration.engines import Run, observe
+    from oscar_sglang.calibration.engines import observe
     from oscar_sglang.calibration.evaluation.units import ROWS, compare
     from oscar_sglang.calibration.fit import N_SINK
     from oscar_sglang.calibration.methods import METHODS
     from oscar_sglang.calibration.model_fit import Fitter
+    from oscar_sglang.calibration.plan import Plan
+    from scripts.eval_pool import load_documents
 
     contexts = [int(n) for n in args.contexts.split(",")]
     longest = max(contexts)
     model = load_model(args.model, "cpu")
-    tokens = load_tokens(args.calibration, args.model, args.calibration_tokens)
-    fit = Fitter("position", longest, N_SINK)
-    seen = observe(model, Run(args.model, tokens, "cpu", N_SINK, fit=fit))
+    plan = Plan(args.model, args.calibration, args.calibration_tokens)
+    tokens = plan.source()
+    seen = observe(model, plan, tokens, Fitter("position", longest, N_SINK))
     sequence = max(map(len, tokens.sequences))
     codecs = variants(seen.moments, seen.scores, longest, sequence)
     names = args.documents.split(",") if args.documents else None

@@ -1,7 +1,7 @@
 """What ``--oscar-prefix-window`` is worth: KL after a prefix hit when the recent window of the
 cached prefix is read as codes (reuse) or computed again (recompute), and what that costs.
 
-    python scripts/eval_prefix_window.py --model DIR --artifact FILE --tokens NPZ [--json OUT]
+    python -m scripts.eval_prefix_window --model DIR --artifact FILE --tokens NPZ [--json OUT]
 
 A document's first ``--context`` tokens are cached; a turn of 16 (or more) tokens follows, then
 ``--rows`` decode steps on the document's own tokens. Decoding starts at the same position in every
@@ -13,13 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
 
 SINK, RECENT = 64, 256
 
@@ -34,9 +31,10 @@ def cached(mode: str, match: int, length: int) -> int:
 
 
 def measure(args: argparse.Namespace, documents: dict[str, list[int]]) -> list[dict]:
-    from inprocess import Runner
-    from pool_quality import exact_logprobs
     from transformers import AutoModelForCausalLM
+
+    from scripts.lib.inprocess import Runner
+    from scripts.lib.pool_quality import exact_logprobs
 
     size = args.context + max(args.turns) + args.rows
     documents = {name: ids[:size] for name, ids in documents.items()}
@@ -80,7 +78,7 @@ def measure(args: argparse.Namespace, documents: dict[str, list[int]]) -> list[d
 
 
 def main() -> None:
-    from eval_pool import load_documents
+    from scripts.eval_pool import load_documents
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)

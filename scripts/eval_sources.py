@@ -1,6 +1,6 @@
 """Does it matter what a codec is calibrated on? KL of ``feedback`` per source of tokens.
 
-    python scripts/eval_sources.py --model DIR --tokens NPZ [--context N] [--json OUT] [SOURCE...]
+    python -m scripts.eval_sources --model DIR --tokens NPZ [--context N] [--json OUT] [SOURCE...]
 
 Sources as in ``oscar-sglang calibrate --data``; by default prose, code, what the model samples
 itself (``random:2048``) and plain uniform ids, all in sequences of 2048: K's mean after RoPE
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from provenance import header  # noqa: E402
-
-from oscar_sglang.calibration.evaluation.evaluate import Options, evaluate  # noqa: E402
+from oscar_sglang.calibration.evaluation.evaluate import Options, evaluate
+from scripts.lib.provenance import header
 
 KEYS = ("cal_tech", "cal_code", "cal_rand")
 

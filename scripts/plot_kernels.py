@@ -1,7 +1,7 @@
 """Plot speed-up of decode attention over BF16 against context, from a bench_kernels.py JSON.
 
 pip install '.[plots]'
-python scripts/plot_kernels.py scripts/results/kernels-h200.json OUT.png
+python -m scripts.plot_kernels scripts/results/kernels-h200.json OUT.png
 """
 
 import json
@@ -12,9 +12,9 @@ try:
 except ImportError:
     sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
-from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout  # noqa: E402
+from oscar_sglang.kernels.layout import HistoryLayout, WindowLayout
 
 
 def ceiling(context: int) -> float:

@@ -1,9 +1,9 @@
 """Plot speed-ups of the 2-bit cache over BF16 and FP8 per scenario, from a bench_serving.py JSON.
 
     pip install '.[plots]'
-    python scripts/plot_serving.py scripts/results/serving-h200.json [OUT.png] [--markdown]
+    python -m scripts.plot_serving scripts/results/serving-h200.json [OUT.png] [--markdown]
 
-``--markdown`` prints the README's table. Times count inversely: more than 1 is faster.
+``--markdown`` prints the table of scripts/README.md. Times count inversely: more than 1 is faster.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ try:
 except ImportError:
     sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-from serving_rows import BASELINES, label, markdown, ordered  # noqa: E402
+from scripts.lib.serving_rows import BASELINES, label, markdown, ordered
 
 COLOURS = {"bf16": "tab:blue", "fp8": "tab:orange"}
 HEIGHT = 0.38  # of a bar; two share a line

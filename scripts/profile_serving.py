@@ -1,6 +1,6 @@
 """Where a decode step and a short turn spend their time on the GPU, and how often they synchronise.
 
-    python scripts/profile_serving.py [--shape qwen3-8b] [--context 102400] [--caches int2,bf16]
+    python -m scripts.profile_serving [--shape qwen3-8b] [--context 102400] [--caches int2,bf16]
                                       [--json OUT] [--commit HASH]
 
 Starts each server as ``bench_serving.py`` does, traces one 128-token turn on a cached prefix and
@@ -15,15 +15,13 @@ import collections
 import gzip
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "lib"))
-import endurance  # noqa: E402
-from provenance import header  # noqa: E402
-from server import Server  # noqa: E402
-from shapes import CACHES, SHAPES, UNCHECKED, common_arguments, model_folder, tokens  # noqa: E402
+from scripts.lib import endurance
+from scripts.lib.provenance import header
+from scripts.lib.server import Server
+from scripts.lib.shapes import CACHES, SHAPES, UNCHECKED, common_arguments, model_folder, tokens
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 DECODE_TOKENS = 24

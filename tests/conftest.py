@@ -1,7 +1,5 @@
 import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -9,11 +7,6 @@ from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
 
 if not has_gpu():
     enter_cpu_mode()  # before anything imports transformers or sglang
-
-# With --import-mode=importlib helper modules need a path: those beside the tests, and those that
-# tests share with scripts.
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib"), str(HERE.parent / "scripts")]
 
 # In continuous integration a test may be skipped for want of a GPU (or for having one), or of a
 # model that no package holds; a tool that is missing there would let a whole tier go unrun.

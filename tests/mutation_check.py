@@ -1,8 +1,8 @@
 """Do the tests notice? Deliberate faults in the pool's code, in the Triton kernels, in the CUDA
 kernels and in what surrounds them, one at a time: each must fail a test.
 
-    python tests/mutation_check.py [NAME ...]
-    python tests/mutation_check.py --few NUMBER     one of each kind, others for the next number
+    python -m tests.mutation_check [NAME ...]
+    python -m tests.mutation_check --few NUMBER     one of each kind, others for the next number
 
 No file is changed: each fault is put into the source while a forked child imports it, or into a
 copy that the child builds. Kernels run in Triton's interpreter and in the emulator, so this is for
@@ -16,27 +16,28 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from planted import HERE, Fault, failing_tests
+from tests.support.planted import Fault, failing_tests
 
 POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test_faults.py")
 POOL_TESTS += ("test_ownership.py",)
 KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
 CUDA_TESTS = ("kernels/test_emulated.py",)
-HOST_TESTS = ("test_weights.py", "test_kept.py", "test_gpu_tags.py")
+HOST_TESTS = ("test_weights.py", "test_kept.py", "test_resume.py", "test_gpu_tags.py")
+HOST_TESTS += ("test_debug_tags.py",)
 
 
 POOL_FAULTS = {
     "history one token too short": Fault(
-        "reference.py", "prefix_lens + 1 - windows.n_recent)", "prefix_lens - windows.n_recent)"
+        "reference.py", "first_exact(prefix_lens + 1,", "first_exact(prefix_lens,"
     ),
     "history one token too long": Fault(
-        "reference.py", "prefix_lens + 1 - windows.n_recent)", "prefix_lens + 2 - windows.n_recent)"
+        "reference.py", "first_exact(prefix_lens + 1,", "first_exact(prefix_lens + 2,"
     ),
     "stale ring after a prefix hit": Fault(
         "reference.py",
-        "torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)",
-        "prefix_lens + 1 - windows.n_recent",
+        "torch.maximum(recent_start, seq_lens - n_recent)",
+        "seq_lens - n_recent",
     ),
     "stale ring after a turn that was cut": Fault(
         "reference.py", "    seg.windows.go_on(rows, prefix_lens)\n", ""
@@ -106,12 +107,12 @@ POOL_FAULTS = {
         "    if seg.spec.block > 1:\n        seal(seg,",
     ),
     "channels of the next page": Fault(
-        "reference.py", "channels[layer][slots // seg", "channels[layer][1 + slots // seg"
+        "reference.py", "channels[layer][slots // spec", "channels[layer][1 + slots // spec"
     ),
     "keys encoded for another tile": Fault(
         "reference.py",
-        "encode_k(spec, params, k_rot, batch.positions)",
-        "encode_k(spec, params, k_rot, batch.positions + 16)",
+        "spec.encode_k(params, k_rot, batch.positions)",
+        "spec.encode_k(params, k_rot, batch.positions + 16)",
     ),
     "keys decoded for another tile": Fault(
         "reference.py",
@@ -311,10 +312,29 @@ HOST_FAULTS = {
         "read_header(path)  #",
         "path.stat() or read_header(path)  #",
     ),
+    "state: sums of a folder, not of its files": Fault(
+        "../calibration/engines.py", "[str(file.resolve()) for file", "[str(file) for file"
+    ),
     "tags: never armed, never noticed": Fault(
-        "../oscar_sglang/watch/gpu_tags.py",
+        "../oscar_sglang/watch/tags.py",
         "self.unarmed_steps > UNARMED_STEPS",
         "self.unarmed_steps < 0",
+    ),
+    "tags: what lies there is taken for what was written": Fault(
+        "../oscar_sglang/watch/read_tags.py",
+        "return self.handed",
+        "return self._sums(places, address)",
+    ),
+    "tags: decoded sinks are taken as they are": Fault(
+        "../oscar_sglang/watch/read_tags.py", "if held := int(given.sum()):", "if held := 0:"
+    ),
+    "tags: reads from any segment": Fault(
+        "../oscar_sglang/watch/read_tags.py", "if read.places is not expected:", "if False:"
+    ),
+    "tags: checks without the kernels": Fault(
+        "../oscar_sglang/watch/tags.py",
+        "self.probed_requests += self.probe(rows, prefix, plan)",
+        "pass",
     ),
 }
 
@@ -367,7 +387,6 @@ def main(wanted: list[str]) -> int:
         wanted = few(int(wanted[1]))
     if unknown := set(wanted) - {name for faults, *_ in KINDS.values() for name in faults}:
         raise SystemExit(f"no such fault: {', '.join(unknown)}")
-    sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
     os.environ.setdefault("OSCAR_OWNERSHIP", "400x3")
     from oscar_sglang.launch_server import enter_cpu_mode
 

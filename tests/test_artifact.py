@@ -46,11 +46,11 @@ def make(codec: str = "feedback", fingerprint: Fingerprint = FINGERPRINT) -> Art
             "grid": torch.tensor([-8.0, -4.0, 0.03]).repeat(h, 2, 1),
             "mean": torch.randn(h, d, generator=g),
         }
-        if CODECS[codec].meta == "position":
+        if CODECS[codec].meta.name == "position":
             tensors["q_k"] = torch.linalg.inv(tensors["r_k"].double()).mT.float().contiguous()
         layers.append(LayerParams(**{n: tensors[n] for n in CODECS[codec].tensors(d)}))
     options = {"damping": 0.05}
-    if CODECS[codec].meta == "position":
+    if CODECS[codec].meta.name == "position":
         options["rope"] = json.loads(json.dumps(dataclasses.asdict(Rope.of((1.0, 0.1), d))))
         options |= {"rope_free": [0], "bits": [[2, 4], [4, 2]]}
     return Artifact(fingerprint, codec, options, layers, {"tokens": 1, "data": "é"})
@@ -355,7 +355,7 @@ def test_options_of_omni(path, norm, rotation):
     artifact = art.data_free(FINGERPRINT, "omni", chosen)
     artifact.save(path)
     loaded = art.load(path)
-    assert loaded.options == chosen and loaded.spec.token_norm == (norm == "head")
+    assert loaded.options == chosen and loaded.spec.meta.token_norm == (norm == "head")
     plain = torch.equal(loaded.layers[0].r_k[0], torch.eye(16))
     assert plain == (rotation == "none")
     other = art.data_free(FINGERPRINT, "omni", {**chosen, "norm": "none"})
@@ -461,8 +461,9 @@ def test_yarn_stretches_the_trained_context(tmp_path):
 
 def test_fingerprint_of_transformers_own_config(tmp_path):
     """The dictionary that a loaded config gives is the same model as its file."""
-    from tiny_models import llama
     from transformers import AutoConfig
+
+    from scripts.lib.tiny_models import llama
 
     folder = llama(tmp_path)
     config = AutoConfig.from_pretrained(folder).to_dict()

@@ -1,15 +1,16 @@
 """The serving benchmark's own arithmetic: merging runs, speed-ups, latencies from streams."""
 
+import shlex
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
-from serving_rows import add_speedups, markdown, merge  # noqa: E402
-from traffic import steady_itl, tpot_figures  # noqa: E402
+from scripts.lib import provenance
+from scripts.lib.context_cost import lines
+from scripts.lib.serving_rows import add_speedups, markdown, merge
+from scripts.lib.traffic import steady_itl, tpot_figures
 
 
 def row(cache: str, scenario: str = "decode", **more) -> dict:
@@ -83,3 +84,49 @@ def test_markdown_has_one_line_per_case():
     rows.append(row("int2", "soak", slots_lost=0))
     lines = list(markdown(add_speedups(rows)))
     assert lines[2:] == ["| decode, 1 x 32k | 8.00 ms (9.00) |  | 4.00 ms (5.00) | **2.00x** |  |"]
+
+
+def decode_rows(cache: str, points: dict[tuple[int, int], float]) -> list[dict]:
+    return [
+        row(cache, context=context, batch=batch, tpot_ms=ms)
+        for (context, batch), ms in points.items()
+    ]
+
+
+def test_lines_give_slope_and_break_even():
+    """BF16 4 ms + 32 us per 1024 tokens, int2 5 ms + 8: equal at 1 ms / 24 us = 41.7 thousand."""
+    thousand = 1024
+    rows = decode_rows("bf16", {(k * thousand, 1): 4 + 0.032 * k for k in (1, 32, 100)})
+    rows += decode_rows("int2", {(k * thousand, 1): 5 + 0.008 * k for k in (1, 32, 64, 100)})
+    rows += decode_rows("fp8", {(k * thousand, 1): 3 + 0.031 * k for k in (1, 32, 100)})
+    found = lines(rows, "qwen3-8b", "context")
+    exact, ours, fp8 = (found[c] for c in ("bf16", "int2", "fp8"))
+    assert exact.us_per_1k == pytest.approx(32) and ours.us_per_1k == pytest.approx(8)
+    assert [x for x, _ in ours.points] == [1024, 32768, 102400], "only what every cache has"
+    assert max(line.residual for line in found.values()) < 1e-9
+    assert ours.break_even(exact) == (round(1000 / 24 * 1024), True)
+    assert exact.break_even(ours) is None, "its slope is steeper"
+    assert fp8.break_even(exact) == (1024, False), "faster everywhere: not extrapolated"
+
+
+def test_lines_over_streams_count_the_tokens_of_all():
+    rows = decode_rows("bf16", {(32768, b): 5 + b for b in (1, 8)})
+    rows += decode_rows("bf16", {(1024, 1): 9})
+    assert lines(rows, "qwen3-8b", "batch")["bf16"].points == ((32768, 6), (262144, 13))
+    assert lines(rows[:1], "qwen3-8b", "context") == {}
+
+
+@pytest.mark.parametrize(
+    "main, words", [("scripts.demo", ["python", "-m", "scripts.demo"]), (None, ["x/oscar-sglang"])]
+)
+def test_a_result_names_the_command_that_was_typed(monkeypatch, main, words):
+    """Python replaces the name of a module by the path of its file."""
+    spec = main and SimpleNamespace(name=main)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr(sys, "argv", ["x/oscar-sglang", "--out", "a b"])
+    assert shlex.split(provenance.command()) == [*words, "--out", "a b"]
+
+
+def test_a_package_that_is_not_installed_has_no_version():
+    versions = provenance.header("CPU", "abc", ("torch", "no-such-package"))["versions"]
+    assert versions["no-such-package"] == "none" and versions["torch"][0].isdigit()

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 from oscar_sglang import config
 from oscar_sglang.artifact import file as art
 from oscar_sglang.calibration import (
     CalibrationError,
+    Plan,
     auto,
     calibrate,
     ensure_artifact,
@@ -20,11 +20,12 @@ from oscar_sglang.calibration import (
 from oscar_sglang.calibration.attention import replaced_attention
 from oscar_sglang.calibration.collect import check_supported, collect, load_model
 from oscar_sglang.calibration.data import load_tokens
-from oscar_sglang.calibration.fit import feedback_factor, fit_layer
-from oscar_sglang.calibration.fit_options import feedback_metric
+from oscar_sglang.calibration.fit import fit_layer
+from oscar_sglang.calibration.fit_options import feedback_factor, feedback_metric
 from oscar_sglang.calibration.stats import HOLD_EVERY, LayerStats
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.hadamard import bit_reversal, eigenbasis, hadamard, householder_to_e0
+from scripts.lib.tiny_models import VOCAB, edit_config, family, llama, qwen3, random_ids
 
 FITTED = [name for name, spec in CODECS.items() if spec.needs_data]
 
@@ -173,7 +174,7 @@ def test_collecting_restores_the_model(model):
 def test_rotations_are_orthogonal_and_keep_products(moments, codec):
     for m in moments:
         params = fit_layer(m, codec).params
-        assert CODECS[codec].meta == "position" or _eye_gap(params.r_k.double()) < 1e-6
+        assert CODECS[codec].meta.name == "position" or _eye_gap(params.r_k.double()) < 1e-6
         assert _eye_gap(params.r_v.double()) < 1e-6
         q_rot, k_rot = (
             torch.einsum("nhd,hde->nhe", x.double(), r.double())
@@ -238,15 +239,16 @@ def test_a_codec_without_statistics_is_made_without_the_model(model_dir, cache, 
     from oscar_sglang.calibration import pipeline
 
     monkeypatch.setattr(pipeline, "ENGINES", {})
-    made = calibrate(model_dir, "omni", codec_options={"norm": "none"})
+    without_norm = Plan(model_dir, codec_options={"norm": "none"})
+    made = calibrate(without_norm, "omni")
     assert made.options == {"norm": "none", "rotation": "hadamard"}
     assert made.provenance["warnings"] == []
     with pytest.raises(CalibrationError, match="aligned has no options norm"):
-        calibrate(model_dir, "aligned", codec_options={"norm": "none"})
-    _, path, created = ensure_artifact(model_dir, "omni", {"norm": "none"})
-    _, other, again = ensure_artifact(model_dir, "omni")
+        calibrate(without_norm, "aligned")
+    _, path, created = ensure_artifact(without_norm, "omni")
+    _, other, again = ensure_artifact(Plan(model_dir), "omni")
     assert created and again and path != other
-    assert not ensure_artifact(model_dir, "omni", {"norm": "none"})[2]
+    assert not ensure_artifact(without_norm, "omni")[2]
 
 
 # ---- data
@@ -301,10 +303,8 @@ def test_text_tokens(tmp_path):
 
 def test_calibrate_is_reproducible_and_reports(model_dir):
     stages = set()
-    a, b = (
-        calibrate(model_dir, tokens=600, progress=lambda stage, *_: stages.add(stage))
-        for _ in range(2)
-    )
+    plan = Plan(model_dir, tokens=600, progress=lambda stage, *_: stages.add(stage))
+    a, b = (calibrate(plan) for _ in range(2))
     assert a.id == b.id
     assert stages == {"choosing tokens", "running the model", "fitting"}
     assert a.fingerprint == art.Fingerprint.of(model_dir)
@@ -315,9 +315,9 @@ def test_calibrate_is_reproducible_and_reports(model_dir):
 
 def test_calibrate_refuses_too_little_data(model_dir):
     with pytest.raises(CalibrationError, match="leave 36 beyond the first 64"):
-        calibrate(model_dir, tokens=100)
+        calibrate(Plan(model_dir, tokens=100))
     with pytest.raises(CalibrationError, match="unknown codec 'nope'; supported: feedback"):
-        calibrate(model_dir, "nope")
+        calibrate(Plan(model_dir), "nope")
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_model_that_cannot_be_loaded_is_one_message(tmp_path):
     folder = llama(tmp_path)
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(art.FingerprintError, match="no safetensors file; fetch it again") as error:
-        calibrate(folder)
+        calibrate(Plan(folder))
     assert "\n" not in str(error.value)
 
 
@@ -353,8 +353,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def test_ensure_artifact_calibrates_once(model_dir, cache):
-    made, path, created = ensure_artifact(model_dir, tokens=600)
-    found, same_path, again = ensure_artifact(model_dir, tokens=600)
+    made, path, created = ensure_artifact(Plan(model_dir, tokens=600))
+    found, same_path, again = ensure_artifact(Plan(model_dir, tokens=600))
     assert (created, again) == (True, False)
     assert path == same_path and path.parent == cache
     assert made.id == found.id
@@ -364,7 +364,7 @@ def test_ensure_artifact_replaces_a_damaged_file(model_dir, cache, caplog):
     path = auto.artifact_path(art.Fingerprint.of(model_dir), "aligned")
     cache.mkdir()
     path.write_bytes(b"x" * 100)
-    _, _, created = ensure_artifact(model_dir, "aligned", tokens=600)
+    _, _, created = ensure_artifact(Plan(model_dir, tokens=600), "aligned")
     assert created
     assert "ignoring a cached artifact" in caplog.text
     art.load(path)
@@ -372,7 +372,7 @@ def test_ensure_artifact_replaces_a_damaged_file(model_dir, cache, caplog):
 
 def test_ensure_artifact_without_a_writable_cache(model_dir, cache, caplog):
     cache.write_text("a file where the directory should be")
-    artifact, path, created = ensure_artifact(model_dir, "aligned", tokens=600)
+    artifact, path, created = ensure_artifact(Plan(model_dir, tokens=600), "aligned")
     assert (path, created) == (None, True)
     assert "set OSCAR_SGLANG_CACHE to a writable directory" in caplog.text
     assert len(artifact.layers) == 2
@@ -390,7 +390,7 @@ def test_cache_directory_precedence(monkeypatch):
 
 def test_a_hybrid_model_has_statistics_of_its_attention_layers(tmp_path):
     model = family("qwen3-next", tmp_path)
-    made = calibrate(model, tokens=512, n_sink=8)
+    made = calibrate(Plan(model, tokens=512, n_sink=8))
     assert made.fingerprint == art.Fingerprint.of(model) and len(made.layers) == 2
     # The same two, whichever way the config names them; others are all attention.
     edit_config(model, layer_types=None)

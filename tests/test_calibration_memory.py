@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tiny_models import family, llama
+from scripts.lib.tiny_models import family, llama
 
 _CODE = """
 import resource, sys, torch

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check_gpu
 import psutil
 import pytest
-from check_gpu import STEPS, Step
+
+from scripts import check_gpu
+from scripts.check_gpu import STEPS, Step
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,7 +22,7 @@ class Parsed(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", [n for n, s in STEPS.items() if s.command.startswith("scripts")])
+@pytest.mark.parametrize("name", [n for n, s in STEPS.items() if "-m scripts." in s.command])
 def test_scripts_take_their_arguments(name, tmp_path, monkeypatch):
     """Up to the end of parsing; files that a command reads must be there."""
     args = argparse.Namespace(out=tmp_path, model=ROOT / "tests", commit="abc", workers=3)
@@ -34,9 +35,10 @@ def test_scripts_take_their_arguments(name, tmp_path, monkeypatch):
         raise Parsed(found)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / argv[0]), *argv[1:]])
+    assert argv[0] == "-m"
+    monkeypatch.setattr(sys, "argv", argv[1:])
     with pytest.raises(Parsed) as parsed:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_module(argv[1], run_name="__main__")
     for key in ("tokens", "reference"):
         if path := getattr(parsed.value.args[0], key, None):
             assert (ROOT / path).is_file()
@@ -84,6 +86,6 @@ time.sleep(99)
 )
 def test_wrong_calls_are_explained(argv, word, monkeypatch):
     monkeypatch.delenv("OSCAR_NANO_MODEL", raising=False)
-    command = [sys.executable, ROOT / "scripts" / "check_gpu.py", *argv]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.check_gpu", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and word in done.stderr

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check_memory_saver
 import pytest
 
-SCRIPT = Path(check_memory_saver.__file__)
+from scripts import check_memory_saver
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -28,9 +29,8 @@ def test_difference(after, expected):
 
 
 def test_without_the_package_it_says_that_nothing_was_checked(tmp_path):
-    code = "import sys; sys.modules['torch_memory_saver'] = None; sys.argv[0] = sys.argv[1];"
-    code += "del sys.argv[1]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, SCRIPT, "--model", tmp_path], capture_output=True, text=True
-    )
+    code = "import sys; sys.modules['torch_memory_saver'] = None; import runpy;"
+    code += "runpy.run_module('scripts.check_memory_saver', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "--model", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "NOT CHECKED: torch_memory_saver" in done.stdout, done.stderr

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forced_decode
-import model_kinds
 import pytest
-import reference_answers
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "check_models.py"
+from scripts.lib import forced_decode, model_kinds, reference_answers
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_divergence_is_that_of_the_tokens_both_have():
@@ -66,9 +65,9 @@ def test_awq_checkpoint_is_the_model():
 @pytest.mark.sglang
 def test_on_the_cpu(tmp_path):
     out = tmp_path / "out.json"
-    command = [sys.executable, SCRIPT, "--device", "cpu", "--only", "qwen3-128"]
-    command += ["--runs", "exact,wide", "--json", out, "--log-dir", tmp_path]
-    done = subprocess.run(command, text=True, capture_output=True)
+    command = [sys.executable, "-m", "scripts.check_models", "--device", "cpu"]
+    command += ["--only", "qwen3-128", "--runs", "exact,wide", "--json", out, "--log-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads(out.read_text())["models"]["qwen3-128"]
     (found,) = row["comparisons"]

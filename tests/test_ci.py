@@ -43,8 +43,8 @@ def test_a_file_that_skips_itself_fails_in_ci(tmp_path, reason, status):
     """Exit statuses of pytest: 2 interrupted by an error of collection, 5 nothing to run."""
     file = tmp_path / "test_it.py"
     file.write_text(COLLECTED.format(reason=reason))
-    options = ["-q", "-p", "no:cacheprovider", "-p", "conftest", str(file)]
-    code = f"import sys, pytest; sys.path.insert(0, 'tests'); sys.exit(pytest.main({options!r}))"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", str(file)]
+    code = f"import sys, pytest; sys.exit(pytest.main({options!r}))"
     assert run(code, OSCAR_CI="1")[0] == status
 
 

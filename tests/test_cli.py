@@ -1,15 +1,19 @@
 """The command line: what it writes, prints and refuses, and what it does not import."""
 
+import argparse
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import __version__
 from oscar_sglang.artifact import file as art
-from oscar_sglang.cli import CODEC_NAMES, main
+from oscar_sglang.cli import CODEC_NAMES, _parser, codecs, main
+from oscar_sglang.config import DEFAULT_CODEC
 from oscar_sglang.kernels.codec import CODECS
+from scripts.lib.tiny_models import edit_config, llama
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def test_other_codecs_calibrate_inspect_and_verify(model_dir, tmp_path, capsys, 
     artifact = art.load(out)
     assert artifact.codec == codec
     assert {n.split(".")[2] for n in artifact.tensors()} == set(CODECS[codec].tensors(64))
-    assert ("k_sigmas" in artifact.options) == (CODECS[codec].meta == "compact")
+    assert ("k_sigmas" in artifact.options) == (CODECS[codec].meta.name == "compact")
     capsys.readouterr()
     assert main(["inspect", str(out)]) == 0
     assert codec in capsys.readouterr().out
@@ -77,10 +81,15 @@ def test_inspect_uncalibrated(model_dir, tmp_path, capsys):
 
 
 def test_errors_are_one_line(model_dir, tmp_path, capsys):
-    missing = tmp_path / "missing"
+    missing, text_file = tmp_path / "missing", model_dir / "a.txt"
+    text_file.write_text("text")
     assert "no such file" in fails(capsys, ["inspect", str(missing)])
     calibrate = ["calibrate", "--out", str(tmp_path / "a.safetensors"), "--model"]
-    assert "config.json: not found" in fails(capsys, [*calibrate, str(missing)])
+    error = fails(capsys, [*calibrate, str(missing)])
+    assert "missing: no such folder; give a folder" in error and "Qwen/Qwen3-8B" in error
+    assert "a.txt: is a file" in fails(capsys, [*calibrate, str(text_file)])
+    revision = [*calibrate, str(model_dir), "--revision", "v2"]
+    assert "is a folder; drop --revision" in fails(capsys, revision)
     text = ["--data", str(tmp_path / "missing.txt")]
     assert "missing.txt: cannot be read" in fails(capsys, [*calibrate, str(model_dir), *text])
     assert "give more tokens" in fails(capsys, [*calibrate, str(model_dir), "--tokens", "9"])
@@ -102,6 +111,43 @@ def test_usage_errors(argv, capsys):
         main(argv)
     assert status.value.code == 2
     assert "usage: oscar-sglang" in capsys.readouterr().err
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    (found,) = [a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return found.choices
+
+
+@pytest.mark.parametrize("name", parsers())
+def test_help_says_what_how_and_by_default(name):
+    """A sentence, examples that parse, and for each option what it is and its default."""
+    parser = parsers()[name]
+    assert re.match(r"[A-Z].*\.", parser.description, re.DOTALL)
+    examples = parser.epilog.splitlines()[1:]
+    assert examples
+    for example in examples:
+        program, *argv = shlex.split(example)
+        assert program == "oscar-sglang" and argv[0] == name
+        _parser().parse_args(argv)
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.default in (None, False, [], argparse.SUPPRESS):
+            continue
+        shown = action.default[0] if isinstance(action.default, tuple) else action.default
+        assert f"(default: {shown})" in action.help % vars(action), action.option_strings
+
+
+def test_codecs_lists_what_is_served(capsys):
+    assert main(["codecs"]) == 0
+    printed = capsys.readouterr().out
+    rows = list(codecs.rows())
+    assert [row.name for row in rows] == list(CODEC_NAMES)
+    assert printed.count("(default)") == 1 and f"{DEFAULT_CODEC} (default)" in printed
+    for row in rows:
+        (line,) = [x for x in printed.splitlines() if x.startswith(f" {row.name} ")]
+        assert f"{row.bits:.3f}" in line and row.what and row.when and row.published
+    bits = {row.name: row.bits for row in rows}
+    assert bits["feedback"] == 2 + 2 * 16 / 128 and bits["compact"] == 2 + 2 * 8 / 128
 
 
 def test_version(capsys):

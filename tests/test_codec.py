@@ -1,14 +1,12 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-import vectors
 
 from oscar_sglang.kernels import codec
 from oscar_sglang.kernels.codec import CODECS, LayerParams, RangeRule
 from oscar_sglang.kernels.codec_lloyd import LEVEL_VALUES
 from oscar_sglang.kernels.codec_position import Rope
+from tests.support import vectors
 
 SHRINK = RangeRule("shrink", 0.75)
 ROW_CODECS = [name for name, spec in CODECS.items() if spec.block == 1]  # others: test_blocks.py
@@ -21,9 +19,9 @@ def f32(x):
 def layer_spec(name, d=64):
     """The codec as a layer with RoPE has it."""
     spec = CODECS[name]
-    if spec.meta != "position":
+    if spec.meta.name != "position":
         return spec
-    return replace(spec, rope=Rope.of([10000 ** (-2 * i / d) for i in range(d // 2)], d))
+    return codec.with_rope(spec, Rope.of([10000 ** (-2 * i / d) for i in range(d // 2)], d))
 
 
 def random_params(d, heads=2, seed=0):
@@ -89,10 +87,10 @@ def test_a_rows_codes_do_not_depend_on_its_batch(name):
     spec = layer_spec(name)
     params = used(random_params(64), spec)
     x, at = torch.randn(97, 2, 64) + torch.randn(64), torch.arange(1000, 1097)
-    whole = codec.encode_k(spec, params, codec.rotate(x, params.r_k), at)
+    whole = spec.encode_k(params, codec.rotate(x, params.r_k), at)
     for start, end in ((0, 1), (40, 57), (96, 97)):
         part = x[start:end]
-        rows = codec.encode_k(spec, params, codec.rotate(part, params.r_k), at[start:end])
+        rows = spec.encode_k(params, codec.rotate(part, params.r_k), at[start:end])
         assert torch.equal(rows.packed, whole.packed[start : start + len(part)])
         assert torch.equal(rows.meta, whole.meta[start : start + len(part)])
 
@@ -115,29 +113,29 @@ def test_rows_hold_what_the_layout_says(name):
     spec = layer_spec(name)
     params, y = used(random_params(64), spec), torch.randn(200, 2, 64)
     layout = spec.layout(2, 64)
-    rows = codec.encode_k(spec, params, y, torch.arange(200)), codec.encode_v(spec, params, y)
+    rows = spec.encode_k(params, y, torch.arange(200)), spec.encode_v(params, y)
     assert sum(t[0].numel() * t.element_size() for r in rows for t in r) == layout.bytes_per_slot
     assert [r.meta.shape[-1] for r in rows] == [layout.k_meta, layout.v_meta]
-    hat = codec.decode_v(spec, params, rows[1])
+    hat = spec.decode_v(params, rows[1])
     scale = rows[1].meta.float()
-    if spec.meta == "scale":
+    if spec.meta.name == "scale":
         gap = (LEVEL_VALUES[3] - LEVEL_VALUES[2]) * scale
     else:
         step = codec.value_range(y, spec.v_range).float()[..., :1]
-        gap = step * (2 ** (0.5 / spec.per_octave) if spec.has_grid else 1)
+        gap = step * (2 ** (0.5 / spec.meta.per_octave) if params.grid is not None else 1)
     inside = (y >= hat.amin(-1, keepdim=True)) & (y <= hat.amax(-1, keepdim=True))
     assert bool(((hat - y).abs() <= 0.5001 * gap)[inside].all()) and inside.float().mean() > 0.6
 
 
-@pytest.mark.parametrize("name", [n for n, c in CODECS.items() if c.meta == "compact"])
+@pytest.mark.parametrize("name", [n for n, c in CODECS.items() if c.meta.name == "compact"])
 def test_compact_differs_from_its_parent_by_metadata_only(name):
     """With a grid so fine that it hardly rounds, codes are those of 16-bit metadata."""
     spec, parent = CODECS[name], CODECS[name.removesuffix("compact").rstrip("-") or "feedback"]
     assert spec.search == parent.search and spec.k_range == parent.k_range
     params, y = random_params(64), torch.randn(100, 2, 64)
     y = y / codec.value_range(y, spec.v_range)[..., :1].float()  # steps 1, at the grid's 2^0
-    rows = codec.encode_v(spec, params, y)
-    want = codec.encode_v(parent, used(params, parent), y)
+    rows = spec.encode_v(params, y)
+    want = parent.encode_v(used(params, parent), y)
     assert bool((rows.meta[..., 0] == 128).all())
     assert (codec.unpack(rows.packed) == codec.unpack(want.packed)).float().mean() > 0.98
 
@@ -159,10 +157,10 @@ def test_hostile_rows_stay_finite(name, row):
     spec, at = layer_spec(name), torch.tensor([70])
     params = used(random_params(64, heads=1), spec)
     x = HOSTILE[row].view(1, 1, 64)
-    k = codec.encode_k(spec, params, codec.rotate(x, params.r_k), at)
-    v = codec.encode_v(spec, params, codec.rotate(x, params.r_v))
-    assert torch.isfinite(codec.decode_k(spec, params, k, at)).all()
-    assert torch.isfinite(codec.decode_v(spec, params, v)).all()
+    k = spec.encode_k(params, codec.rotate(x, params.r_k), at)
+    v = spec.encode_v(params, codec.rotate(x, params.r_v))
+    assert torch.isfinite(spec.decode_k(params, k, at)).all()
+    assert torch.isfinite(spec.decode_v(params, v)).all()
 
 
 @pytest.mark.parametrize("rule", [SHRINK, RangeRule("shrink", 1.0), RangeRule("rank", 0.96)])

@@ -8,13 +8,15 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang import hooks
 from oscar_sglang.artifact import file as art
 from oscar_sglang.cli import main
 from oscar_sglang.config import disabled
 from oscar_sglang.health import doctor, selftest
+from oscar_sglang.plugin import registration
+from oscar_sglang.plugin.model_folder import NamedModel
+from scripts.lib.tiny_models import edit_config, llama
 
 pytestmark = pytest.mark.sglang
 
@@ -67,7 +69,7 @@ def test_what_does_not_fit_is_named(model, tmp_path, monkeypatch, capsys):
     art.data_free(art.Fingerprint.of(model), "feedback").save(file)
     edit_config(model, num_key_value_heads=4, head_dim=96)
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
-    found = failures(model, file)
+    found = failures(NamedModel(str(model)), file)
     assert "head_dim 96" in found["model LlamaForCausalLM"]
     assert "POST_CAPTURE" in found["environment"] and found["artifact"]
     assert main(["doctor", "--artifact", str(tmp_path / "nowhere")]) == 1
@@ -78,9 +80,9 @@ def test_a_changed_sglang_is_named(monkeypatch):
     hook = hooks.HOOKS[0]
     monkeypatch.setattr(hooks, "HOOKS", (replace(hook, takes=("everything",)), *hooks.HOOKS[1:]))
     monkeypatch.setattr(hooks, "SGLANG_VERSION", "0.5.99")
-    hooks.unfit.cache_clear()
+    registration.unfit.cache_clear()
     found = failures()
-    hooks.unfit.cache_clear()
+    registration.unfit.cache_clear()
     assert "pip install sglang==0.5.99" in found["sglang"]
     assert "takes (parser), expected (everything)" in found["hook ServerArgs.add_cli_args"]
 
@@ -99,7 +101,7 @@ def test_kill_switch_registers_nothing_and_says_so(monkeypatch, caplog):
 
     monkeypatch.setenv("OSCAR_SGLANG_DISABLE", "1")
     monkeypatch.setattr(HookRegistry, "register", never)
-    hooks.register()
+    registration.register()
     assert "switched off by OSCAR_SGLANG_DISABLE" in caplog.text
     assert "OSCAR_SGLANG_DISABLE" in doctor.kill_switch().detail
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_reference import Pool, Sequence, decoded
 
 from oscar_sglang.events import log_event, read_events
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.watch.dump import SEGMENTS, after_server_info, dump_request
+from tests.test_reference import Pool, Sequence, decoded
 
 WINDOWS = WindowLayout(4, 16)
 

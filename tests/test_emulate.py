@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import llama, qwen3, random_ids
 
-from oscar_sglang.calibration import CalibrationError, QuantisedCache, calibrate
+from oscar_sglang.calibration import CalibrationError, Plan, calibrate
 from oscar_sglang.calibration.attention import causal_attention, replaced_attention
 from oscar_sglang.calibration.collect import load_model
-from oscar_sglang.calibration.emulate import quantise
+from oscar_sglang.kernels.codec import LayerCodec
 from oscar_sglang.kernels.layout import WindowLayout
+from scripts.lib.tiny_models import llama, qwen3, random_ids
+from tests.support.quantised_cache import QuantisedCache
 
 WINDOWS = WindowLayout(n_sink=8, n_recent=16)
 
@@ -27,7 +28,7 @@ def model(model_dir):
 
 @pytest.fixture(scope="module")
 def artifact(model_dir):
-    return calibrate(model_dir, tokens=600)
+    return calibrate(Plan(model_dir, tokens=600))
 
 
 def _brute_force(artifact, ends: torch.Tensor, n_sink: int):
@@ -35,7 +36,9 @@ def _brute_force(artifact, ends: torch.Tensor, n_sink: int):
 
     def attend(layer, q, k, v, scale):
         params = artifact.layers[layer]
-        k_hat, v_hat = quantise(artifact.spec, params, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        k_hat, v_hat = LayerCodec(artifact.spec, params).quantised(
+            *(x[0].transpose(0, 1) for x in (k, v))
+        )
         k_hat = torch.einsum("thd,hed->hte", k_hat, params.r_k)
         v_hat = torch.einsum("thd,hed->hte", v_hat, params.r_v)
         rows = []

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import llama, qwen3, random_ids
 
-from oscar_sglang.calibration import CalibrationError, calibrate
+from oscar_sglang.calibration import CalibrationError, Plan, calibrate
 from oscar_sglang.calibration.attention import replaced_attention
 from oscar_sglang.calibration.collect import load_model
 from oscar_sglang.calibration.continuation import Cache, capture
@@ -16,6 +15,7 @@ from oscar_sglang.calibration.evaluation.run import Record
 from oscar_sglang.calibration.evaluation.units import Recall, Text, compare, greedy_tokens
 from oscar_sglang.calibration.methods import METHODS
 from oscar_sglang.cli import main
+from scripts.lib.tiny_models import llama, qwen3, random_ids
 
 N = 420
 
@@ -199,7 +199,7 @@ def test_eval_resumes_and_adds_codecs(folder, tmp_path, capsys):
 
 def test_eval_of_an_artifact(folder, tmp_path, capsys):
     path = tmp_path / "a.safetensors"
-    calibrate(folder / "model", tokens=600).save(path)
+    calibrate(Plan(folder / "model", tokens=600)).save(path)
     base = ["eval", "--model", folder / "model", "--tokens", folder / "t.npz", "--context", "500"]
     base = [str(a) for a in (*base, "--greedy", "0", "--artifact", path)]
     assert main(base) == 0

@@ -11,11 +11,11 @@ import time
 
 import pytest
 import torch
-from test_reference import WINDOWS, Pool, Sequence, assert_close, decoded, dense
-from tiny_models import llama
 
 from oscar_sglang.artifact import file as art
-from oscar_sglang.calibration import auto, ensure_artifact
+from oscar_sglang.calibration import Plan, auto, ensure_artifact
+from scripts.lib.tiny_models import llama
+from tests.test_reference import WINDOWS, Pool, Sequence, assert_close, decoded, dense
 
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf, "fp16 overflow": 1e30}
 
@@ -66,7 +66,7 @@ def test_a_full_disk_costs_the_file_and_not_the_start(model, cache, monkeypatch,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    artifact, path, created = ensure_artifact(model, "aligned", tokens=600)
+    artifact, path, created = ensure_artifact(Plan(model, tokens=600), "aligned")
     assert (path, created, len(artifact.layers)) == (None, True, 2)
     assert "without keeping it" in caplog.text and "No space left" in caplog.text
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"], "a piece was left behind"
@@ -77,15 +77,15 @@ def test_a_read_only_cache_costs_the_file_and_not_the_start(model, cache, monkey
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(auto.FileLock, "acquire", read_only)
-    artifact, path, created = ensure_artifact(model, "aligned", tokens=600)
+    artifact, path, created = ensure_artifact(Plan(model, tokens=600), "aligned")
     assert (path, created, len(artifact.layers)) == (None, True, 2)
     assert "Read-only file system" in caplog.text and "OSCAR_SGLANG_CACHE" in caplog.text
 
 
 CALIBRATE = """
 import sys
-from oscar_sglang.calibration import ensure_artifact
-made, path, created = ensure_artifact(sys.argv[1], "aligned", tokens=600)
+from oscar_sglang.calibration import Plan, ensure_artifact
+made, path, created = ensure_artifact(Plan(sys.argv[1], tokens=600), "aligned")
 print(made.id, created)
 """
 HOLD = """
@@ -119,5 +119,5 @@ def test_a_killed_calibration_does_not_block_the_next(model, cache):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     begin = time.monotonic()
-    assert ensure_artifact(model, "aligned", tokens=600)[1] == path
+    assert ensure_artifact(Plan(model, tokens=600), "aligned")[1] == path
     assert time.monotonic() - begin < 60

@@ -6,38 +6,17 @@ import random
 
 import pytest
 import torch
-from test_debug_tags import DAMAGE, WINDOWS, cut_turn, more_turns, overwrite, prompt, sequence
-from test_reference import Pool
 
-from oscar_sglang.kernels import reference
-from oscar_sglang.watch.debug_tags import OwnershipError
-from oscar_sglang.watch.gpu_tags import Flat, GpuTags, link
+from oscar_sglang.watch.places import Flat, OwnershipError, link
+from oscar_sglang.watch.tags import Tags
+from tests.test_debug_tags import DAMAGE, Tagged, cut_turn, more_turns, overwrite, prompt, sequence
 
 
-class Watched(Pool):
-    """The reference tests' pool; every step is checked before it runs."""
+class Watched(Tagged):
+    """Every step is checked before it runs."""
 
     def __init__(self, **kwargs):
-        super().__init__(WINDOWS, **kwargs)
-        self.tags = GpuTags(self.seg, self.req_to_token, every=1)
-
-    def begin(self, seq, prefix):
-        self.tags.seal()
-        super().start(seq, prefix)
-        row, length = torch.tensor([seq.row]), torch.tensor([prefix])
-        self.tags.start(row, length, torch.tensor([True]), [prefix])
-        return seq
-
-    def forward(self, *work, between=lambda: None):
-        rows, prefix, ends = torch.tensor([(s.row, p, e) for s, p, e in work]).unbind(1)
-        slots = torch.cat([s.slots[p:e] for s, p, e in work])
-        tokens = torch.cat([s.tokens[p:e] for s, p, e in work])
-        self.tags.seal()
-        between()
-        assert self.tags.due()
-        self.tags.check(rows, prefix)
-        self.tags.begin(rows, prefix, ends, tokens, slots)
-        self.step(*work)
+        super().__init__(lambda *of: Tags(*of, every=1), **kwargs)
 
 
 @pytest.fixture
@@ -52,24 +31,27 @@ def seq(pool):
 
 def test_a_sound_pool_is_silent(pool, seq):
     more_turns(pool, seq)
-    assert pool.tags.stats() == {
+    assert pool.tags.stats()["debug_tags"] == {
         "every": 1, "steps": 3, "checked_steps": 3, "checked_tokens": 132, "probed_requests": 0
     }  # fmt: skip
+
+
+def test_kernels_are_probed_in_checked_steps(pool):
+    pool.tags.every, seen = 2, []
+    pool.tags.probe = lambda rows, prefix, plan: seen.append((rows.tolist(), plan)) or 3
+    seq = prompt(pool)
+    more_turns(pool, seq)
+    assert seen == [([1], None)] and pool.tags.stats()["debug_tags"]["probed_requests"] == 3
 
 
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_row_that_goes_on_earlier(pool, seq, monkeypatch, forgets):
     turn = cut_turn(pool, seq)
-    row, prefix = torch.tensor([1]), torch.tensor([41])
-    pool.tags.seal()
-    if not forgets:
-        monkeypatch.setattr(pool.seg.windows, "go_on", lambda *_: None)
-    pool.seg.windows.go_on(row, prefix)
-    pool.tags.start(row, prefix, torch.tensor([False]), [41])
     if forgets:
         pool.forward((turn, 41, 59))
         pool.forward((turn, 59, 60))
         return
+    monkeypatch.setattr(pool.seg.windows, "go_on", lambda *_: None)
     with pytest.raises(OwnershipError, match="row 1: its ring begins at position 0, expected 31"):
         pool.forward((turn, 41, 60))
 
@@ -100,7 +82,7 @@ def test_a_prefix_hit_on_foreign_slots(pool, seq):
 
 
 def test_a_restored_sink_that_is_not_the_cached_one(pool, seq):
-    pool.tags.seal()
+    pool.tags.before()
     pool.seg.sinks.k[0].add_(1)
     with pytest.raises(OwnershipError, match="sink-cache row .* holds other bytes"):
         pool.begin(sequence(60, row=3, seed=5, slots=seq.slots), 20)
@@ -140,7 +122,7 @@ def test_chains():
 @pytest.mark.parametrize("page", (1, 16, "omni"))
 def test_random_walks(page):
     """The walk of test_ownership under both forms of the oracle at once."""
-    from pool_machine import Machine
+    from tests.support.pool_machine import Machine
 
     machines = []
     kind = dict(codec_name=page) if page == "omni" else dict(page=page)
@@ -158,27 +140,19 @@ class Both:
     """What ``Machine`` calls, on the form for a CPU and on that for a GPU."""
 
     def __init__(self, machine) -> None:
-        self.cpu = machine.tags
-        self.gpu = GpuTags(machine.seg, machine.rows.req_to_token, every=1)
+        self.cpu, self.gpu = machine.tags, Tags(machine.seg, machine.rows.req_to_token, every=1)
+        self.gpu.ready()
 
-    def start(self, row, slots):
-        self.cpu.start(row, slots)
-        prefix = torch.tensor([len(slots)])
-        self.gpu.seal()
-        self.gpu.start(torch.tensor([row]), prefix, torch.tensor([True]), prefix.tolist())
+    def before(self):
+        self.gpu.before()
+        self.cpu.before()
 
-    def begin(self, batch: reference.Batch, tokens, table):
-        self.cpu.begin(batch, tokens, table)
-        reads, self.cpu.reads = self.cpu.reads, None  # what the other form reads is no attention
-        self.gpu.seal()
-        going_on = torch.zeros(len(batch.rows), dtype=torch.bool)
-        self.gpu.start(batch.rows, batch.prefix_lens, going_on, batch.prefix_lens.tolist())
-        self.gpu.check(batch.rows, batch.prefix_lens)
-        self.cpu.reads = reads
-        self.gpu.begin(batch.rows, batch.prefix_lens, batch.seq_lens, tokens, batch.slots)
+    def begins(self, fb, started):
+        self.gpu.begins(fb, started)  # first: what it reads is no attention
+        self.cpu.begins(fb, started)
 
-    def check_reads(self):
-        self.cpu.check_reads()
+    def attended(self, layer):
+        self.cpu.attended(layer)
 
 
 def test_tags_that_nobody_armed_stop_the_server(monkeypatch):
@@ -188,12 +162,13 @@ def test_tags_that_nobody_armed_stop_the_server(monkeypatch):
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from oscar_sglang.pool.gpu_backend import OscarGpuBackend
-    from oscar_sglang.watch import gpu_tags
+    from oscar_sglang.watch import tags
 
-    monkeypatch.setattr(gpu_tags, "UNARMED_STEPS", 5)
+    monkeypatch.setattr(tags, "UNARMED_STEPS", 5)
     pool = Watched()
+    pool.tags.armed = False
     counters = SimpleNamespace(demoted_tokens=0)
-    backend = SimpleNamespace(tags=pool.tags, pool=SimpleNamespace(counters=counters))
+    backend = SimpleNamespace(pool=SimpleNamespace(counters=counters, watch=pool.tags))
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=1)
     for capture in [True] * 20 + [False] * 5:
         OscarGpuBackend.init_forward_metadata_out_graph(backend, batch, in_capture=capture)
@@ -201,5 +176,7 @@ def test_tags_that_nobody_armed_stop_the_server(monkeypatch):
     with pytest.raises(OwnershipError, match="never armed.*reinstall"):
         OscarGpuBackend.init_forward_metadata_out_graph(backend, batch)
     pool.tags.unarmed_steps = 0
-    pool.tags.arm()
-    assert all(pool.tags.live() for _ in range(20))
+    pool.tags.ready()
+    for _ in range(20):
+        pool.tags.before()
+        assert pool.tags.watching

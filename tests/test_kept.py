@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_artifact import FINGERPRINT
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.artifact import kept
+from tests.test_artifact import FINGERPRINT
 
 SAVE = """
 import sys

@@ -12,7 +12,7 @@ from oscar_sglang import hooks
 from oscar_sglang.cli import doctor as command
 from oscar_sglang.config import OscarError
 from oscar_sglang.health import doctor
-from oscar_sglang.plugin import ledger
+from oscar_sglang.plugin import ledger, registration
 from oscar_sglang.plugin.ledger import Hook, Read, Sources, problems
 
 INSTALLED = Sources.installed()
@@ -40,7 +40,7 @@ def mutilate(folder: Path, changes: dict[str, tuple[str, str]]) -> Sources:
 
 def test_the_pinned_sglang_has_every_row():
     assert INSTALLED.version == hooks.SGLANG_VERSION
-    assert hooks.found_problems(INSTALLED) == []
+    assert registration.found_problems(INSTALLED) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_pinned_sglang_has_every_row():
     ],
 )
 def test_a_mutilated_copy_is_named(tmp_path, file, old, new, words):
-    found = hooks.found_problems(mutilate(tmp_path, {file: (old, new)}))
+    found = registration.found_problems(mutilate(tmp_path, {file: (old, new)}))
     assert (not found) if words is None else any(words in line for line in found), found
 
 
@@ -97,7 +97,7 @@ def test_members_are_found_wherever_they_are_set(tmp_path):
     found = Sources(tmp_path)
     assert {"kept", "made", "shown", "make"} <= found.members("sglang.child.Child")
     assert found.members("sglang.child.Gone") is None
-    make = ("sglang.child.Child.make", "AROUND", "hooks.verify")
+    make = ("sglang.child.Child.make", "AROUND", "rank.cell_size")
     fits = Hook(*make, ("a", "..."), why="", until="")
     short = Hook(*make, ("a",), why="", until="")
     lost = Read("sglang.child.Child", ("shown", "hidden"), by="nobody")
@@ -141,11 +141,11 @@ def version(monkeypatch):
 
     def pretend(text: str) -> str | None:
         monkeypatch.setattr(sglang, "__version__", text)
-        hooks.unfit.cache_clear()
-        return hooks.unfit()
+        registration.unfit.cache_clear()
+        return registration.unfit()
 
     yield pretend
-    hooks.unfit.cache_clear()
+    registration.unfit.cache_clear()
 
 
 def test_a_newer_sglang_serves_if_the_ledger_holds(version, monkeypatch, caplog):
@@ -154,7 +154,7 @@ def test_a_newer_sglang_serves_if_the_ledger_holds(version, monkeypatch, caplog)
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
     assert version("0.5.99") is None
-    hooks.register()
+    registration.register()
     assert len(registered) == len(hooks.HOOKS)
     assert "tested with sglang 0.5.23; 0.5.99" in caplog.text
 
@@ -162,14 +162,14 @@ def test_a_newer_sglang_serves_if_the_ledger_holds(version, monkeypatch, caplog)
 def test_a_newer_sglang_that_changed_is_refused_by_row(version, monkeypatch):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    monkeypatch.setattr(hooks, "found_problems", lambda _sources: ["get_last_loc is gone"])
+    monkeypatch.setattr(registration, "found_problems", lambda _sources: ["get_last_loc is gone"])
     reason = version("0.5.99")
     assert "0.5.99 has changed what it relies on: get_last_loc is gone" in reason
     with pytest.raises(OscarError, match="get_last_loc is gone.*pip install sglang==0.5.23"):
-        hooks.verify()
+        registration.verify()
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
-    hooks.register()
+    registration.register()
     assert registered == [h.target for h in hooks.HOOKS if ".ServerArgs." in h.target]
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import edit_config, llama
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.artifact.fingerprint import canonical_rope, read_config
 from oscar_sglang.cli import main
 from oscar_sglang.config import OscarError
 from oscar_sglang.plugin.model_folder import model_folder, overridden_folder, parse_overrides
+from scripts.lib.tiny_models import edit_config, llama
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 

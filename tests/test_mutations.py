@@ -1,5 +1,5 @@
 """The faults of ``mutation_check.py`` still apply to the code as it is; a few of them, others for
-every commit, are run. All of them: ``python tests/mutation_check.py``."""
+every commit, are run. All of them: ``python -m tests.mutation_check``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutation_check import KINDS, few
-from planted import Fault, faulty
+
+from tests.mutation_check import KINDS, few
+from tests.support.planted import Fault, faulty
 
 HERE = Path(__file__).parent
 FAULTS = {name: fault for kind in KINDS.values() for name, fault in kind.faults.items()}
@@ -53,8 +54,8 @@ def test_a_few_are_noticed():
     """Which ones depends on the commit."""
     git = ["git", "rev-list", "--count", "HEAD"]
     count = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip() or "0"
-    command = [sys.executable, HERE / "mutation_check.py", "--few", count]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.mutation_check", "--few", count]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("caught", "MISSED"))]
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(lines) == len(KINDS) and all(line.startswith("caught") for line in lines), lines

@@ -12,7 +12,8 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pool_machine import Machine, report
+
+from tests.support.pool_machine import Machine, report
 
 pytestmark = pytest.mark.sglang
 OPERATIONS, SEEDS = map(int, os.environ.get("OSCAR_OWNERSHIP", "400x6").split("x"))

@@ -1,4 +1,4 @@
-"""Import names, import rules and what a wheel would install."""
+"""Import names and what a wheel would install; who may import whom: ``test_layers.py``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from oscar_sglang import __version__
 
-# folder -> top-level packages its modules must not import
-FORBIDDEN = {
-    "triton_kernels": {"sglang", "transformers", "safetensors"},
-    "calibration": {"sglang", "triton"},
-}
-# The only modules of ours that may import sglang at module level.
-GLUE = {"cpu_backend.py", "gpu_backend.py", "memory_pool.py"}
+ROOT = Path(__file__).parents[1]
+CHANGELOG = ROOT / "CHANGELOG.md"
+
+FOLDERS = ("oscar_sglang", "triton_kernels", "calibration")
 
 
 def run(code: str, cwd: Path = ROOT, **env: str) -> str:
@@ -35,11 +32,9 @@ def run(code: str, cwd: Path = ROOT, **env: str) -> str:
     return done.stdout
 
 
-def imports(path: Path, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
+def imports(path: Path) -> set[str]:
     found = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {a.name.split(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -47,19 +42,13 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", FORBIDDEN)
-def test_layers(folder):
-    files = list((ROOT / folder).rglob("*.py"))
-    assert files
-    for path in files:
-        allowed = {"sglang"} if path.name.startswith("sglang_") else set()
-        assert not imports(path) & (FORBIDDEN[folder] - allowed), path
-
-
-def test_only_the_glue_imports_sglang_at_module_level():
-    for path in (ROOT / "oscar_sglang").rglob("*.py"):
-        if path.name not in GLUE and "standins" not in path.parts:
-            assert "sglang" not in imports(path, top_level_only=True), path
+def test_scripts_do_not_import_tests_and_nobody_edits_the_path():
+    """``python -m`` and pytest's ``pythonpath`` put the checkout on it."""
+    for folder in ("scripts", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert folder == "tests" or "tests" not in imports(path), path
+            edits = re.findall(r"^\s*sys\.path(?:\.|\[.*\] *=)", path.read_text(), re.MULTILINE)
+            assert not edits, (path, edits)
 
 
 def test_importing_the_package_is_free():
@@ -78,7 +67,7 @@ def test_reference_and_calibration_need_no_triton():
 
 def test_one_place_knows_the_cache_directory():
     """Anything else that made one of its own would not move with $OSCAR_SGLANG_CACHE."""
-    for folder in ("oscar_sglang", *FORBIDDEN):
+    for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
             assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "config.py")
@@ -101,7 +90,7 @@ def declared() -> set[str]:
 
 
 def test_everything_imported_is_installed_by_something():
-    folders = ("oscar_sglang", "scripts", "tests", *FORBIDDEN)
+    folders = ("scripts", "tests", *FOLDERS)
     files = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
     files = [p for p in files if "standins" not in p.parts]
     ours = {p.stem for p in files} | {p.parent.name for p in files}
@@ -112,11 +101,11 @@ def test_everything_imported_is_installed_by_something():
     assert not missing, {n: str(names[n]) for n in missing}
 
 
-@pytest.mark.parametrize("script", ["plot_kernels.py", "plot_serving.py"])
+@pytest.mark.parametrize("script", ["plot_agents", "plot_itl", "plot_kernels", "plot_serving"])
 def test_a_plot_without_matplotlib_says_what_to_install(script):
     code = (
         "import runpy, sys; sys.modules['matplotlib'] = None\n"
-        f"runpy.run_path('scripts/{script}', run_name='__main__')"
+        f"runpy.run_module('scripts.{script}', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
@@ -171,9 +160,33 @@ def test_wheel_holds_everything_and_no_top_level_triton_kernels(tmp_path):
         "kernels/reference.py",
         "kernels/attend.cu",
         "calibration/fit.py",
+        "plugin/rank.py",
+        "pool/memory_pool.py",
+        "watch/dump.py",
+        "artifact/file.py",
+        "health/doctor.py",
         "calibration/report/style.css",
         "hooks.py",
     ):
         assert (target / "oscar_sglang" / module).is_file()
+    assert (target / f"oscar_sglang-{__version__}.dist-info").is_dir()
     standin = target / "oscar_sglang" / "standins" / "kernel" / "sgl_kernel" / "__init__.py"
     assert standin.is_file()
+
+
+def test_the_version_stands_in_one_place():
+    """The package: pyproject.toml reads it (the wheel's name shows it, above), and no other file
+    says another, but for the changelog, whose newest release it is."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and not re.search('^version = "', project, re.M)
+    assert importlib.metadata.version("oscar-sglang") == __version__, "run scripts/setup_env.sh"
+    releases = re.findall(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", CHANGELOG.read_text(), re.M)
+    assert releases[0] == __version__
+
+
+def test_a_commit_runs_the_checks_of_the_tests():
+    """Those of pre-commit's that come from the environment are lines of scripts/test.sh."""
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    ours = re.findall(r"entry: (.+)\n +language: system", hooks)
+    lines = (ROOT / "scripts" / "test.sh").read_text().splitlines()
+    assert len(ours) >= 2 and set(ours) <= set(lines)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import family, random_ids
 
-from oscar_sglang.calibration import CalibrationError, Options, calibrate, evaluate
+from oscar_sglang.calibration import CalibrationError, Options, Plan, calibrate, evaluate
 from oscar_sglang.calibration.attention import causal_attention, replaced_attention
 from oscar_sglang.calibration.collect import load_model, model_turning
 from oscar_sglang.kernels.padding import padded
+from scripts.lib.tiny_models import family, random_ids
 
 
 def test_rows_get_zeros():
@@ -42,9 +42,9 @@ def test_logits_are_those_of_the_model(tmp_path, head_dim):
 
 def test_what_is_calibrated(tmp_path):
     folder = family("llama-64", tmp_path, head_dim=80)
-    made = calibrate(folder, tokens=400)
+    made = calibrate(Plan(folder, tokens=400))
     assert made.fingerprint.head_dim == 80 and made.layers[0].r_k.shape == (2, 128, 128)
     with pytest.raises(CalibrationError, match="codec position is not made for heads of 80"):
-        calibrate(folder, "position", tokens=400)
+        calibrate(Plan(folder, tokens=400), "position")
     with pytest.raises(CalibrationError, match="evaluation is not made for heads of 80"):
         evaluate(Options(model=folder))

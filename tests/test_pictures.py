@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import family, llama, random_ids
-from tiny_vision import picture, with_processor
 
-from oscar_sglang.calibration import CalibrationError, calibrate
+from oscar_sglang.calibration import CalibrationError, Plan, calibrate
 from oscar_sglang.calibration.collect import collect, decoder_layers, load_model
 from oscar_sglang.calibration.pictures import load_pictures
 from oscar_sglang.calibration.stats import HOLD_EVERY
+from scripts.lib.tiny_models import family, llama, random_ids
+from scripts.lib.tiny_vision import picture, with_processor
 
 SINK = 64
 
@@ -51,9 +51,9 @@ def test_pictures_are_more_sequences(model_dir, files):
 
 
 def test_what_was_seen_is_written_down(model_dir, files):
-    made = calibrate(model_dir, tokens=400, images=files)
+    made = calibrate(Plan(model_dir, tokens=400, images=tuple(files)))
     assert made.provenance["images"] == 2 and len(made.provenance["images_hash"]) == 16
-    assert "images" not in calibrate(model_dir, tokens=400).provenance
+    assert "images" not in calibrate(Plan(model_dir, tokens=400)).provenance
 
 
 def test_mistakes(model_dir, files, tmp_path):
@@ -61,8 +61,8 @@ def test_mistakes(model_dir, files, tmp_path):
     broken.write_bytes(b"no picture")
     for wrong in (broken, tmp_path / "nowhere.png"):
         with pytest.raises(CalibrationError, match=f"{wrong}: cannot be read as a picture"):
-            calibrate(model_dir, tokens=400, images=[wrong])
+            calibrate(Plan(model_dir, tokens=400, images=(wrong,)))
     with pytest.raises(CalibrationError, match="drop --engine, the codec, or --images"):
-        calibrate(model_dir, "position", tokens=400, images=files)
+        calibrate(Plan(model_dir, tokens=400, images=tuple(files)), "position")
     with pytest.raises(CalibrationError, match="has no processor of pictures"):
-        calibrate(llama(tmp_path), tokens=400, images=files)
+        calibrate(Plan(llama(tmp_path), tokens=400, images=tuple(files)))

@@ -1,4 +1,5 @@
-"""Every command and flag that a README.md shows is one that exists, with the arguments it shows."""
+"""Every command and flag that a page shows exists, with the arguments it shows; every variable,
+flag, metric and script stands on one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 
 from oscar_sglang.cli import _parser
+from oscar_sglang.config import option_names
 from oscar_sglang.health import doctor
+from oscar_sglang.plugin.metrics import COUNTERS, GAUGES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,11 +31,13 @@ LISTED = subprocess.run(
     ["git", "ls-files", "*README.md", "README.md"], cwd=ROOT, capture_output=True, text=True
 ).stdout.split()
 READMES = sorted({ROOT / name for name in LISTED})
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OPERATOR = ROOT / "oscar_sglang" / "README.md"
 SHELLS = ("bash", "sh", "shell", "console")
-# Runs a script up to its argument parser; prints the options it has.
+# Runs a module up to its argument parser; prints the options it has.
 UP_TO_ITS_PARSER = """
 import argparse, json, runpy, sys
-strict, script, *argv = sys.argv[1:]
+strict, module, *argv = sys.argv[1:]
 parse = argparse.ArgumentParser.parse_args
 def stop(self, args=None, namespace=None):
     if strict == "strict":
@@ -40,8 +45,8 @@ def stop(self, args=None, namespace=None):
     print("OPTIONS", json.dumps(sorted(self._option_string_actions)))
     raise SystemExit(0)
 argparse.ArgumentParser.parse_args = stop
-sys.argv = [script, *argv]
-runpy.run_path(script, run_name="__main__")
+sys.argv = [module, *argv]
+runpy.run_module(module, run_name="__main__")
 """
 
 
@@ -53,7 +58,7 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 def commands() -> list[tuple[str, str]]:
     """(file, command) of every line of every shell block, continued lines joined."""
     found = []
-    for path in READMES:
+    for path in (*READMES, *PAGES):
         for language, text in blocks(path):
             if language in SHELLS:
                 lines = text.replace("\\\n", " ").splitlines()
@@ -104,28 +109,32 @@ def check_pip(words: list[str]) -> None:
 
 
 @cache
-def options_of_script(strict: bool, script: str, *argv: str) -> set[str]:
+def options_of_script(strict: bool, module: str, *argv: str) -> set[str]:
     """Options of a script's parser, which takes ``argv`` if ``strict``."""
-    command = [sys.executable, "-c", UP_TO_ITS_PARSER, "strict" if strict else "", script, *argv]
+    command = [sys.executable, "-c", UP_TO_ITS_PARSER, "strict" if strict else "", module, *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("OPTIONS ")]
-    assert lines, f"{script} {' '.join(argv)}: {done.stderr[-500:]}"
+    assert lines, f"{module} {' '.join(argv)}: {done.stderr[-500:]}"
     return set(json.loads(lines[0].removeprefix("OPTIONS ")))
 
 
-def check_script(script: str, argv: list[str]) -> None:
+def check_module(module: str, argv: list[str]) -> None:
+    path = ROOT / module.replace(".", "/")
+    assert path.with_suffix(".py").is_file(), module
+    if argv:
+        options_of_script(True, module, *argv)
+
+
+def check_shell(script: str, argv: list[str]) -> None:
+    """That it exists, can be run, and hands ``argv`` to a program that takes them."""
     path = ROOT / script
     assert path.is_file(), script
-    if path.suffix == ".sh":
-        assert path.stat().st_mode & 0o100, f"{script} cannot be run"
-        (last,) = re.findall(
-            r'^exec python (?:-m )?(\S+)(.*) "\$@"$', path.read_text(), re.MULTILINE
-        )
-        if argv and last[0] != "pytest":
-            check_script(last[0], [*shlex.split(last[1]), *argv])
-        return
-    if argv:
-        options_of_script(True, script, *argv)
+    assert path.stat().st_mode & 0o100, f"{script} cannot be run"
+    ((module, own),) = re.findall(
+        r'^exec python -m (\S+)(.*) "\$@"$', path.read_text(), re.MULTILINE
+    )
+    if argv and module != "pytest":
+        check_module(module, [*shlex.split(own), *argv])
 
 
 def check(command: str) -> None:
@@ -145,10 +154,10 @@ def check(command: str) -> None:
             server_parser().parse_args(rest)
         case ["oscar-sglang", *rest] | ["python", "-m", "oscar_sglang.cli", *rest]:
             _parser().parse_args(rest)
-        case ["python", script, *rest] if script.startswith("scripts/"):
-            check_script(script, rest)
+        case ["python", "-m", module, *rest] if module.startswith(("scripts.", "tests.")):
+            check_module(module, rest)
         case [script, *rest] if script.startswith("./scripts/"):
-            check_script(script, rest)
+            check_shell(script, rest)
         case ["curl", url, *rest]:
             assert urlparse(url).path.startswith(("/v1/", "/generate", "/server_info", "/metrics"))
             if "-d" in rest:
@@ -166,6 +175,50 @@ def test_there_is_something_to_check():
     text = "\n".join(command for _, command in commands())
     for wanted in ("pip install", "launch_server", "oscar-sglang eval", "./scripts/demo.sh"):
         assert wanted in text
+
+
+def test_the_front_page_is_one_page():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 90 and max(map(len, lines)) <= 130
+
+
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert urlparse(link).scheme or (page.parent / link).exists(), link
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = ["git", "ls-files", *patterns]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in done.stdout.split()]
+
+
+def test_every_environment_variable_is_explained():
+    """In one table, and none that nothing reads."""
+    files = [p for p in tracked("*.py", "*.sh", ".ci/run") if p.is_file()]
+    used = {v for p in files for v in re.findall(r"\bOSCAR_[A-Z_]*[A-Z]\b", p.read_text())}
+    listed = re.findall(r"^\| `(OSCAR_\w+)` \|", OPERATOR.read_text(), re.MULTILINE)
+    assert len(listed) >= 10 and set(listed) == used and len(listed) == len(used)
+
+
+def test_every_flag_and_metric_is_explained():
+    text = OPERATOR.read_text()
+    flags = re.findall(r"^\| (`--oscar.*?) \|", text, re.MULTILINE)
+    shown = {flag for cell in flags for flag in re.findall(r"`(--\S+)`", cell)}
+    assert shown == {"--" + name.replace("_", "-") for name in option_names()}
+    metrics = {f"oscar:{name}" for name in GAUGES} | {f"oscar:{n}_total" for n in COUNTERS}
+    cells = re.findall(r"^\| (`oscar:.*?) \|", text, re.MULTILINE)
+    shown = {name for cell in cells for name in re.findall(r"`(oscar:\w+)", cell)}
+    assert shown == metrics | {"oscar:segment_bytes"}
+
+
+def test_every_script_is_explained():
+    rows = re.findall(r"^\| (`\w+`.*?) \|", (ROOT / "scripts" / "README.md").read_text(), re.M)
+    shown = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert shown == {p.stem for p in tracked("scripts/*.py") if p.parent.name == "scripts"} - {
+        "__init__"
+    }
 
 
 @pytest.mark.parametrize("where, command", commands(), ids=lambda x: x[:40])
@@ -196,7 +249,7 @@ def test_flags_in_prose(where, code):
         assert path, f"{code}: no such script"
         if path.suffix == ".sh":
             return check(code if code.startswith("./") else "./" + code)
-        known = options_of_script(False, str(path.relative_to(ROOT)))
+        known = options_of_script(False, f"scripts.{path.stem}")
     else:
         known = known_flags()
     assert flags and flags <= known, f"{code}: unknown {sorted(flags - known)}"
@@ -213,8 +266,9 @@ def test_flags_in_prose(where, code):
         "sglang serve --model-path M --oscar-codek feedback",
         "oscar-sglang calibrate --model M",
         "oscar-sglang inspekt FILE",
-        "python scripts/absent.py",
-        "python scripts/check_gpu.py --modell DIR",
+        "python -m scripts.absent",
+        "python -m scripts.check_gpu --modell DIR",
+        "python scripts/check_gpu.py --list",
         "./scripts/demo.sh --surve",
         "curl http://127.0.0.1:1/v1/chat/completions -d '{model}'",
         "frobnicate now",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
 from oscar_sglang.plugin.recalibrate import CalibrationError, _Clock, _fit
+from scripts.lib import tiny_models
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 
@@ -34,11 +32,7 @@ def found(tmp_path_factory) -> dict:
     models = [tiny_models.family("qwen2", folder / n, sharp=True) for n in ("model", "other")]
     for seed, model in enumerate(models):
         move_biases(model, seed)
-    script = Path(__file__).with_name("recalibrate_parity.py")
-    done = subprocess.run(
-        [sys.executable, script, *models], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return result_of("recalibrate_parity", *models)
 
 
 def test_tokens_are_those_that_the_model_expects(found):

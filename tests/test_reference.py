@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from oscar_sglang.kernels import codec, reference
-from oscar_sglang.kernels.codec import CODECS, LayerParams
+from oscar_sglang.kernels.codec import CODECS, LayerParams, with_bits, with_rope
 from oscar_sglang.kernels.codec_position import Rope
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
@@ -54,7 +52,7 @@ def with_position(params, g):
         grid=torch.tensor([-3.0, -3.0, 6 / 255]).repeat(HK, 2, 1),
         mean=torch.randn(HK, D, generator=g),
     )
-    return replace(CODECS["position"], rope=rope, k_bits=4), params
+    return with_bits(with_rope(CODECS["position"], rope), 4, 2), params
 
 
 class Sequence:
@@ -113,8 +111,8 @@ def decoded(seg, seq):
     """The sequence's K and V as a 2-bit reader sees them, in the model's basis."""
     spec, p, at = seg.specs[0], seg.params[0], torch.arange(len(seq.k))
     k_rot, v_rot = codec.rotate(seq.k, p.r_k), codec.rotate(seq.v, p.r_v)
-    k = codec.decode_k(spec, p, codec.encode_k(spec, p, k_rot, at), at)
-    v = codec.decode_v(spec, p, codec.encode_v(spec, p, v_rot))
+    k = spec.decode_k(p, spec.encode_k(p, k_rot, at), at)
+    v = spec.decode_v(p, spec.encode_v(p, v_rot))
     return codec.rotate(k, p.k_back), codec.rotate(v, p.r_v.mT)
 
 

@@ -5,10 +5,13 @@ import re
 
 import pytest
 
+from oscar_sglang.calibration.methods import METHODS
+from oscar_sglang.calibration.report.charts import css_class
 from oscar_sglang.calibration.report.page import page, read_evaluation
 from oscar_sglang.calibration.report.svg import Canvas, Labels, decades
 from oscar_sglang.calibration.report.verdict import verdict
 from oscar_sglang.cli import main
+from oscar_sglang.kernels.codec import CODECS
 
 
 def row(codec: str, kl: float, bits: float = 2.5, **more) -> dict:
@@ -118,3 +121,16 @@ def test_report_command(evaluation, tmp_path, capsys):
     path.write_text("{}")
     assert main(["report", str(path), "--html", str(html)]) == 2
     assert "holds no finished evaluation" in capsys.readouterr().err
+
+
+def test_every_served_codec_has_its_family(evaluation):
+    """``position`` was drawn as a baseline, and called a rival of the project's other codecs."""
+    ours = {name for name in METHODS if css_class(name) == "ours"}
+    assert ours == {name for name, codec in CODECS.items() if codec.family == "ours"}
+    assert {"feedback", "position", "accurate-compact"} <= ours
+    published = ("oscar", "oscar-proxy", "lloyd", "omni", "omni-rotation")
+    assert {css_class(name) for name in published} == {"served"}
+    assert {css_class(name) for name in ("quarot", "exact", "gone since")} == {"base"}
+    evaluation["results"].append(row("position", 0.002, 2.25))
+    text = " ".join(verdict(evaluation))
+    assert "Try position: KL 0.0020" in text and "position does better" not in text

@@ -1,5 +1,5 @@
 """The committed measurements: what they compare with is named, 2 bits are not slower than BF16
-where that is claimed, and the README's figures are those of the files."""
+where that is claimed, and the READMEs' figures are those of the files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_kinds import KINDS
+
+from scripts.lib.model_kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"
+# The front page, and where all measurements stand.
+FRONT, MEASURED = (ROOT / "README.md").read_text(), (ROOT / "scripts" / "README.md").read_text()
 # What a file does not say itself; its own fields win.
 SOURCES = json.loads((RESULTS / "sources.json").read_text())
 FILES = sorted(p.name for p in RESULTS.glob("*.json") if p.name != "sources.json")
@@ -41,7 +44,7 @@ def test_a_result_says_where_it_comes_from(name):
     data = load(name)
     device, command, date = (field(data, name, k) for k in ("device", "command", "date"))
     assert device and re.fullmatch(r"\d{4}-\d\d-\d\d", date or "")
-    assert re.search(r"\w+\.py |^oscar-sglang \w+", command), command
+    assert re.search(r"\w+\.py |^oscar-sglang \w+|^python -m scripts\.\w+", command), command
     assert COMMIT.fullmatch(field(data, name, "commit"))
     versions = field(data, name, "versions")
     assert "torch" in versions and versions.keys() & {"sglang", "transformers"}
@@ -111,21 +114,24 @@ def same(written: str, value: float) -> bool:
     return abs(float(written) - value) <= 0.51 * 10 ** -len(written.partition(".")[2]) + 1e-3
 
 
-def test_the_readme_quotes_the_files():
-    readme = (ROOT / "README.md").read_text()
-    rows, found = decode_rows(), list(claims(readme))
-    assert len(found) >= 4
+@pytest.mark.parametrize("text, least", [(FRONT, 2), (MEASURED, 4)], ids=["front", "measured"])
+def test_the_readmes_quote_the_decode_speeds(text, least):
+    rows, found = decode_rows(), list(claims(text))
+    assert len(found) >= least
     for case, times, factors in found:
         ms = [rows[case][cache] for cache in ("bf16", "fp8", "int2")]
         ratios = [exact / ms[2] for exact in ms[:2]]
         for written, value in zip(times + factors, ms + ratios, strict=True):
             assert same(written, value), f"{case}: {written}, measured {value:.3f}"
+
+
+def test_the_readme_quotes_the_kernels():
     kernels = {
         (r["batch"], r["context"]): r["speedup_bf16"]
         for r in kernel_rows()
         if (r["page_size"], r["gqa"]) == (16, 4)
     }
-    sentence = readme[readme.index("Kernels alone") :].partition("\n\n")[0]
+    sentence = MEASURED[MEASURED.index("Kernels alone") :].partition("\n\n")[0]
     quoted = re.findall(r"(\d+\.\d+)x[^\d]*?at (\d+) x (\d+)k", sentence)
     assert quoted
     for factor, batch, context in quoted:
@@ -150,17 +156,27 @@ def test_time_per_byte_of_the_codecs():
             assert same(per_byte, base["copy_share"] / row["copy_share"])
 
 
-def test_the_readme_quotes_the_jobs():
+JOBS = {
+    "questions about 6 documents of 100k": ("job", "shared", 102400),
+    "questions about 18 documents of 32k": ("job", "shared", 32768),
+    "100k, a stream for each document that fits": ("job", "hot", 102400),
+    "32k, a stream for each document that fits": ("job", "hot", 32768),
+    "32 agents of 10 turns, 8k shared prompt": ("agents", "radix", 8192),
+}
+
+
+def line_of(readme: str, label: str) -> str:
+    """The cells after the one that begins with ``label``."""
+    (line,) = re.findall(rf"^\| {re.escape(label)}[^|]*\|(.*)", readme, re.MULTILINE)
+    return line
+
+
+@pytest.mark.parametrize(
+    "readme, labels", [(FRONT, list(JOBS)[:1]), (MEASURED, JOBS)], ids=["front", "measured"]
+)
+def test_the_readmes_quote_the_jobs(readme, labels):
     rows = [r for r in load("serving-h200.json")["rows"] if r["model"] == "qwen3-8b"]
-    cases = {
-        "questions about 6 documents of 100k": ("job", "shared", 102400),
-        "questions about 18 documents of 32k": ("job", "shared", 32768),
-        "100k, a stream for each document that fits": ("job", "hot", 102400),
-        "32k, a stream for each document that fits": ("job", "hot", 32768),
-        "32 agents of 10 turns, 8k shared prompt": ("agents", "radix", 8192),
-    }
-    readme = (ROOT / "README.md").read_text()
-    for text, case in cases.items():
+    for text, case in ((label, JOBS[label]) for label in labels):
         found = {
             r["cache"]: r
             for r in rows
@@ -168,19 +184,40 @@ def test_the_readme_quotes_the_jobs():
         }
         values = [found[cache]["requests_per_s"] for cache in ("bf16", "fp8", "int2")]
         values += [values[2] / values[0], values[2] / values[1]]
-        (line,) = re.findall(rf"\| {re.escape(text)} \|(.*)", readme)
-        written = re.findall(r"\d+\.\d+", line)
+        written = re.findall(r"\d+\.\d+", line_of(readme, text))
         assert len({json.dumps(r["conditions"]) for r in found.values()}) == 1
         for figure, value in zip(written, values, strict=True):
             assert same(figure, value), f"{text}: {figure}, measured {value:.3f}"
 
 
-def test_tokens_held_are_those_of_the_file():
+@pytest.mark.parametrize("readme", [FRONT, MEASURED], ids=["front", "measured"])
+def test_first_tokens_and_prompts_are_those_of_the_file(readme):
+    def measured(figure: str, **case) -> list[float]:
+        case |= {"model": "qwen3-8b"}
+        rows = [r for r in load("serving-h200.json")["rows"] if case.items() <= r.items()]
+        rows = [r for r in rows if r.get("prefix_window") != "reuse"]
+        return [next(r[figure] for r in rows if r["cache"] == c) for c in ("bf16", "fp8", "int2")]
+
+    ms = measured("ttft_ms", scenario="ttft", turn=128, context=102400)
+    line = line_of(readme, "first token of a 128-token turn on a cached 100k prefix")
+    written = re.findall(r"(\d+) ms", line) + re.findall(r"(\d+\.\d+)x", line)
+    values = ms + [exact / ms[2] for exact in ms[:2]]
+    assert all(same(w, x) for w, x in zip(written, values, strict=True)), line
+    if readme is MEASURED:
+        speed = measured("tokens_per_s", scenario="prefill", context=8192)
+        line = line_of(readme, "fresh 8k prompt")
+        written = re.findall(r"(\d+\.\d)k tok/s", line) + re.findall(r"(\d+\.\d+)x", line)
+        values = [x / 1000 for x in speed] + [speed[2] / x for x in speed[:2]]
+        assert all(same(w, x) for w, x in zip(written, values, strict=True)), line
+
+
+@pytest.mark.parametrize("readme", [FRONT, MEASURED], ids=["front", "measured"])
+def test_tokens_held_are_those_of_the_file(readme):
     rows = load("serving-h200.json")["rows"]
     rows = [r for r in rows if r["scenario"] == "memory" and r["model"] == "qwen3-8b"]
     held = {r["cache"]: r["tokens_held"] / 1e6 for r in rows}
     millions = [held[cache] for cache in ("bf16", "fp8", "int2")]
-    (line,) = re.findall(r"\| tokens held in the same memory.*", (ROOT / "README.md").read_text())
+    line = line_of(readme, "tokens held in the same memory")
     written = re.findall(r"(\d+\.\d+) M", line) + re.findall(r"(\d+\.\d+)x", line)
     ratios = [millions[2] / x for x in millions[:2]]
     assert all(same(w, x) for w, x in zip(written, millions + ratios, strict=True)), line
@@ -207,9 +244,7 @@ def test_decode_waits_no_more_often_than_bf16():
     caches = load("profile-h200.json")["caches"]
     waits = {c: sum(run["decode"]["waits_per_step"].values()) for c, run in caches.items()}
     assert waits["int2"] <= waits["bf16"]
-    (line,) = re.findall(
-        r"(\d+\.\d) against (\d+\.\d) times a step", (ROOT / "README.md").read_text()
-    )
+    (line,) = re.findall(r"(\d+\.\d) against (\d+\.\d) times a step", MEASURED)
     assert all(same(w, waits[c]) for w, c in zip(line, ("int2", "bf16"), strict=True))
 
 
@@ -222,7 +257,7 @@ def test_soaks_end_as_they_began(name):
 
 
 def test_the_readme_quotes_the_tags():
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = " ".join(MEASURED.split())
     for run, codec in zip(load("soak-tags-h200.json")["runs"], ("feedback", "omni"), strict=True):
         (written,) = re.findall(rf"(\d+) (?:steps )?and 1\.1 M (?:reads )?of `{codec}`", readme)
         after = run["after"]["debug_tags"]
@@ -244,6 +279,33 @@ def test_both_parts_of_omni_are_needed():
     pool = {r["codec"]: r["kl"] for r in load("pool-quality-smollm2.json")}
     assert pool["omni"] == pytest.approx(rows["both"]["kl"], rel=0.01)
     assert pool["omni"] == pytest.approx(0.052, rel=0.25)
+
+
+def test_the_readmes_quote_the_quality():
+    """The front's FP8 is the cache as SGLang serves it, without exact windows; both figures are of
+    the same documents at the same context."""
+    pool = {r["codec"]: r for r in load("pool-quality-smollm2.json")}
+    judged = {
+        r["codec"]: r for r in load("quality-smollm2.json")["results"] if r["context"] == 2048
+    }
+    (nano,) = load("pool-quality-nano-h200.json")
+    assert judged["feedback"]["kl"] == pytest.approx(pool["feedback"]["kl"], rel=0.01)
+    exact, fp8, int2 = re.findall(r"\d[\d.]*", line_of(FRONT, "KL from the exact cache"))
+    assert (
+        exact == "0" and same(fp8, judged["fp8@0+0"]["kl"]) and same(int2, pool["feedback"]["kl"])
+    )
+    (top1,) = re.findall(r"the same at (\d+\.\d)% of positions", " ".join(FRONT.split()))
+    assert same(top1, 100 * pool["feedback"]["top1"])
+    three = [pool[c] for c in ("feedback", "aligned", "oscar")]
+    for label, rows in (
+        ("SmolLM2-135M `feedback`", three),
+        ("qwen3-nano", [nano]),
+        ("SmolLM2-135M, FP8", [judged["fp8@0+0"]]),
+    ):
+        _, kl, top1 = line_of(MEASURED, label).strip(" |").split("|")
+        for cell, key, scale in ((kl, "kl", 1), (top1, "top1", 100)):
+            written = re.findall(r"\d+\.\d+", cell)
+            assert all(same(w, scale * r[key]) for w, r in zip(written, rows, strict=True)), label
 
 
 def test_claims_are_read():

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from tiny_models import llama, random_ids
 
-from oscar_sglang.calibration import calibrate, state
+from oscar_sglang.calibration import Plan, calibrate, state
 from oscar_sglang.calibration.collect import collect, load_model
 from oscar_sglang.calibration.data import Tokens, load_tokens
 from oscar_sglang.calibration.selfsample import plausible, resample
 from oscar_sglang.calibration.state import Partial
+from oscar_sglang.plugin.model_folder import overridden_folder
+from scripts.lib.tiny_models import llama, random_ids
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +73,23 @@ def test_anything_else_starts_again(model, tmp_path, damage):
 def test_calibrate_removes_the_partial_file(folder, tmp_path):
     path = tmp_path / "a.partial"
     with pytest.raises(Stop):
-        calibrate(folder, tokens=9000, partial=path, progress=stop_after(8192))
+        calibrate(Plan(folder, tokens=9000, partial=path, progress=stop_after(8192)))
     assert path.exists()
-    resumed = calibrate(folder, tokens=9000, partial=path)
+    resumed = calibrate(Plan(folder, tokens=9000, partial=path))
     assert not path.exists()
-    assert resumed.id == calibrate(folder, tokens=9000).id
+    assert resumed.id == calibrate(Plan(folder, tokens=9000)).id
+
+
+def test_a_model_in_a_temporary_folder_continues(folder, tmp_path):
+    """As of a hub, or with overrides: each run has a folder of links of its own."""
+    path, done = tmp_path / "a.partial", []
+    with overridden_folder([folder], {"rms_norm_eps": 1e-5}) as first, pytest.raises(Stop):
+        calibrate(Plan(first, tokens=9000, partial=path, progress=stop_after(8192)))
+    with overridden_folder([folder], {"rms_norm_eps": 1e-5}) as second:
+        assert second != first
+        report = lambda stage, n, _: done.append(n) if stage == "running the model" else 0  # noqa: E731
+        calibrate(Plan(second, tokens=9000, partial=path, progress=report))
+    assert done == [8192, 9000], "began again"
 
 
 def test_sampled_tokens_are_seeded_said_twice_and_likely(folder, model):

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
+
+from scripts.lib import tiny_models
 
 ROOT = Path(__file__).parents[1]
 _COMPARE = """
@@ -22,12 +23,11 @@ from oscar_sglang.calibration.data import load_tokens
 from oscar_sglang.calibration.fit import fit_layer
 from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.calibration.widths import probe_ids
-from oscar_sglang.kernels.codec import CODECS, encode_k, encode_v, rotate
+from oscar_sglang.kernels.codec import CODECS, rotate
 from oscar_sglang.calibration.sglang_engine import collect_in_sglang
 
 if "qwen3.5" in sys.argv[1]:
-    sys.path.insert(0, sys.argv[4])
-    import gated_delta_net
+    from tests.support import gated_delta_net
     gated_delta_net.install()
 model, tokens = Path(sys.argv[1]), load_tokens(sys.argv[2], Path(sys.argv[1]), 3000)
 fit = Fitter("position", 4096, 64)
@@ -54,8 +54,8 @@ for a, b in zip(inside, outside, strict=True):
     spec = CODECS["feedback"]
     p, r = (fit_layer(m, "feedback").params for m in (a, b))
     for code, held, m, n in (
-        (lambda q, y: encode_k(spec, q, y), b.held_k, p.r_k, r.r_k),
-        (lambda q, y: encode_v(spec, q, y), b.held_v, p.r_v, r.r_v),
+        (lambda q, y: spec.encode_k(q, y), b.held_k, p.r_k, r.r_k),
+        (lambda q, y: spec.encode_v(q, y), b.held_v, p.r_v, r.r_v),
     ):
         one, two = code(p, rotate(held, m)).packed, code(r, rotate(held, n)).packed
         differ += int((one != two).sum())
@@ -68,13 +68,13 @@ print("same", total)
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     target = Path(os.environ.get("OSCAR_DEMO_MODEL", ROOT / ".cache" / "smollm2-135m"))
-    subprocess.run([sys.executable, ROOT / "scripts" / "demo_model.py", target], check=True)
+    subprocess.run([sys.executable, "-m", "scripts.demo_model", target], cwd=ROOT, check=True)
     return target
 
 
 def compare(*arguments) -> None:
     code = [sys.executable, "-c", _COMPARE, *map(str, arguments)]
-    done = subprocess.run(code, capture_output=True, text=True)
+    done = subprocess.run(code, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith("same")
 
@@ -93,7 +93,7 @@ def test_ranks_see_their_own_heads(tmp_path):
 @pytest.mark.sglang
 def test_a_hybrid_model_shows_its_attention_layers(tmp_path):
     model = tiny_models.family("qwen3.5", tmp_path / "qwen3.5")
-    compare(tiny_models.with_tokenizer(model), "random", 1, Path(__file__).parent)
+    compare(tiny_models.with_tokenizer(model), "random", 1)
 
 
 @pytest.mark.sglang

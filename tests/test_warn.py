@@ -3,13 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import family
 
+from oscar_sglang.calibration import Plan, calibrate_codecs
 from oscar_sglang.calibration.data import Tokens
 from oscar_sglang.calibration.fit import LayerFit
-from oscar_sglang.calibration.pipeline import calibrate_codecs
 from oscar_sglang.calibration.stats import Moments
 from oscar_sglang.calibration.warn import UNFIT, calibration_warnings, head_similarity
+from scripts.lib.tiny_models import family
 
 D = 16
 
@@ -82,9 +82,8 @@ def biased(tmp_path_factory):
 
 def test_biases_that_rope_hides_are_seen(biased):
     """Relative to K's energy, which the biases hold, the error looks small."""
-    feedback, position = calibrate_codecs(
-        biased, ["feedback", "position"], "random:1500", 1500
-    ).values()
+    made = calibrate_codecs(Plan(biased, "random:1500", 1500), ["feedback", "position"])
+    feedback, position = made.values()
     for report in feedback.provenance["layers"]:
         chosen = [report["k_error"][basis][head] for head, basis in enumerate(report["k_basis"])]
         assert max(chosen) < 0.05
@@ -97,7 +96,7 @@ def test_biases_that_rope_hides_are_seen(biased):
 
 def test_a_model_without_such_biases_is_not_suspected(tmp_path):
     folder = family("qwen2", tmp_path, sharp=True, head_dim=64)
-    made = calibrate_codecs(folder, ["feedback", "position"], "random:1500", 1500)
+    made = calibrate_codecs(Plan(folder, "random:1500", 1500), ["feedback", "position"])
     for artifact in made.values():
         assert not any("logits" in w or "single K" in w for w in artifact.provenance["warnings"])
 

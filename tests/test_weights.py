@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import family
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.artifact import weights
 from oscar_sglang.artifact.weights import FingerprintError, hash_weights, weight_files
+from scripts.lib.tiny_models import family
 
 HEAD = "lm_head.weight"
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import family, random_ids
 
 from oscar_sglang.artifact import file as art
-from oscar_sglang.calibration import CalibrationError, calibrate, widths
+from oscar_sglang.calibration import CalibrationError, Plan, calibrate, widths
 from oscar_sglang.calibration.collect import collect, load_model, score
-from oscar_sglang.calibration.emulate import quantise
 from oscar_sglang.calibration.model_fit import Fitter
 from oscar_sglang.kernels.layout import HistoryLayout, MemoryPlan, WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore
 from oscar_sglang.pool.sizing import make_plan
+from scripts.lib.tiny_models import family, random_ids
 
 N_SINK = 8
 
@@ -73,7 +72,7 @@ def test_outputs_with_one_slot_coded(codecs):
     k, v = (torch.randn(length, 2, d, generator=g) for _ in "kv")
     exact, k_coded, v_coded = widths.outputs_of(codec, q, k, v, 0.3, N_SINK)
     assert len(exact) == widths.ROWS
-    hats = quantise(*codec, k, v, torch.arange(length))
+    hats = codec.quantised(k, v, torch.arange(length))
     k_hat = torch.einsum("thd,hde->the", hats[0], codec.params.k_back)
     v_hat = torch.einsum("thd,hde->the", hats[1], codec.params.r_v.mT)
     for i in (0, 100, widths.ROWS - 1):
@@ -113,14 +112,14 @@ def test_calibration_chooses_and_records(folder, tmp_path):
     """Half of the slots; the file, the plan and the report say which."""
     base = widths.base_bits(32)
     options = dict(tokens=1800, n_sink=N_SINK, context=2048)
-    artifact = calibrate(folder, "position", "random:900", bits=base + 1, **options)
+    artifact = calibrate(Plan(folder, "random:900", bits=base + 1, **options), "position")
     path = tmp_path / "a.safetensors"
     artifact.save(path)
     loaded = art.load(path)
     pairs = [(s.k_bits, s.v_bits) for s in loaded.specs]
     assert sorted(w for pair in pairs for w in pair) == [2, 2, 4, 4]
     assert [tuple(x) for x in loaded.options["bits"]] == pairs
-    assert art.read_header(path).widths == tuple(pairs)
+    assert art.load(path).widths == tuple(pairs)
     reports = loaded.provenance["layers"]
     scores = {(r["score"][side], pairs[i][side]) for i, r in enumerate(reports) for side in (0, 1)}
     assert min(s for s, bits in scores if bits == 4) > max(s for s, bits in scores if bits == 2)
@@ -135,7 +134,7 @@ def test_calibration_chooses_and_records(folder, tmp_path):
         max_running_requests=2, device="cpu", context_length=2048, widths=tuple(pairs),
     )  # fmt: skip
     assert plan.bits_per_element == base + 1
-    all_wide = calibrate(folder, "position", "random:300", bits=base + 2, **options)
+    all_wide = calibrate(Plan(folder, "random:300", bits=base + 2, **options), "position")
     assert [(s.k_bits, s.v_bits) for s in all_wide.specs] == [(4, 4)] * 2
 
 
@@ -148,9 +147,9 @@ def _config():
 def test_what_cannot_be_chosen(folder):
     options = dict(tokens=900, n_sink=N_SINK)
     with pytest.raises(CalibrationError, match="2.1 bits per element cannot be had.*2.5 to 4.5"):
-        calibrate(folder, "position", bits=2.1, **options)
-    short = calibrate(folder, "position", "random:300", bits=3.0, **options)
+        calibrate(Plan(folder, bits=2.1, **options), "position")
+    short = calibrate(Plan(folder, "random:300", bits=3.0, **options), "position")
     assert [(s.k_bits, s.v_bits) for s in short.specs] == [(2, 2)] * 2
     assert any("no K or V was given 4 bits" in w for w in short.provenance["warnings"])
-    none = calibrate(folder, "position", "random:300", bits=2.5, **options)
+    none = calibrate(Plan(folder, "random:300", bits=2.5, **options), "position")
     assert not any("4 bits" in w for w in none.provenance["warnings"])

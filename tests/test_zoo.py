@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import llama, qwen3
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.artifact.file import ArtifactError
-from oscar_sglang.calibration import calibrate, zoo
+from oscar_sglang.calibration import Plan, calibrate, zoo
 from oscar_sglang.calibration.verify import verify
 from oscar_sglang.cli import main
+from scripts.lib.tiny_models import llama, qwen3
 
 HEADS, D, LAYERS = 2, 64, 2
 
@@ -141,7 +141,7 @@ def test_commands(model_dir, files, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def artifact(model_dir):
-    return calibrate(model_dir, tokens=2048)
+    return calibrate(Plan(model_dir, tokens=2048))
 
 
 def test_errors_are_reproduced_on_other_tokens(model_dir, artifact):

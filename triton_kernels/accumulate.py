@@ -42,6 +42,14 @@ def accumulate(
     """
     if len(acc):
         _accumulate_kernel[(len(acc),)](
-            acc, acc_lse, out, lse, lse.stride(0), lse.stride(1),
-            acc.shape[1], triton.next_power_of_2(acc.shape[1]), acc.shape[2], num_warps=4,
-        )  # fmt: skip
+            acc=acc,
+            acc_lse=acc_lse,
+            out=out,
+            lse=lse,
+            stride_lse_t=lse.stride(0),
+            stride_lse_h=lse.stride(1),
+            H=acc.shape[1],
+            HP=triton.next_power_of_2(acc.shape[1]),
+            D=acc.shape[2],
+            num_warps=4,
+        )

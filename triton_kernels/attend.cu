@@ -1,5 +1,6 @@
-// Split-KV decode attention over sink | 2-bit history | recent. After common.cu, meta.cu and warp.cu; needs,
-// for attend_warp, WARPS, STAGES, MIN_CTAS, PAGED (1: a page holds whole 16-slot blocks).
+// Split-KV decode attention over sink | 2-bit history | recent. After common.cu, meta.cu and warp.cu; needs PAGED (1: a
+// page holds whole 16-slot blocks), SHARED_BYTES, and either CTA_HEADS, CTA_STAGES, BARRIERS for attend_cta, or WARPS,
+// STAGES, MIN_CTAS for attend_warp (cuda_attend.Form).
 //
 // What makes it fast (README.md has the derivations):
 //  - a register of packed codes AND a mask is an MMA operand: two FP16 denormals c * 2^(2p-24) (meta.cu);
@@ -36,16 +37,17 @@ DEV void prefetch_rotation(const Args& a) {
 // ---------------------------------------------------------------- one CTA per 8 KV heads
 // A producer warp brings tiles of all 8 heads (2 bulk copies of 8 * HB bytes, one more of a page's channels); warp w
 // works on head w. Best when the batch alone fills the GPU: whole runs of DRAM in order.
-#if __CUDA_ARCH__ >= 900 && KV_HEADS % 8 == 0 && PAGED
-constexpr int CTA_STAGES = K_BITS + V_BITS > 4 ? 2 : 3;         // two CTAs fit a processor
-extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_constant__ Args a) {
-  constexpr int SUB = 8 * HB, STAGE = 2 * SUB + 8 * CHANNELS;
+#ifdef CTA_HEADS
+static_assert(KV_HEADS % CTA_HEADS == 0 && PAGED && 2 * 8 * CTA_STAGES <= BARRIERS, "attend_cta");
+extern "C" __global__ __launch_bounds__((CTA_HEADS + 1) * 32, 2) void attend_cta(const __grid_constant__ Args a) {
+  constexpr int SUB = CTA_HEADS * HB, STAGE = 2 * SUB + CTA_HEADS * CHANNELS;
+  static_assert(SHARED_BYTES == CTA_STAGES * STAGE + BARRIERS + CTA_HEADS * (COLS * (4 * D + 8) + SIDE), "shared memory");
   DYNAMIC_SHARED(u8, smem, 128);
-  const int split = blockIdx.x, head0 = blockIdx.y * 8, first_col = blockIdx.z * COLS;
+  const int split = blockIdx.x, head0 = blockIdx.y * CTA_HEADS, first_col = blockIdx.z * COLS;
   const int warp = warp_id(), lane = threadIdx.x & 31;
   const u32 buf = smem_addr(smem), full = buf + CTA_STAGES * STAGE, empty = full + CTA_STAGES * 8;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < CTA_STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, 8);
+    for (int i = 0; i < CTA_STAGES; i++) bar_init(full + i * 8, 1), bar_init(empty + i * 8, CTA_HEADS);
     bar_init_fence();
   }
   __syncthreads();
@@ -53,7 +55,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
   prefetch_rotation(a);
   int st = 0;
   u32 phase = 0;
-  if (warp == 8) {                // plan, table and visible history are older than the last kernel
+  if (warp == CTA_HEADS) {                // plan, table and visible history are older than the last kernel
     for (Work work(a, split); work.more();) {
       const Segment s = work.take();
       const int* row = a.table + s.row * a.table_stride;
@@ -66,20 +68,20 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
         const bool page = begins_page(a, tile, tile == s.tile0);
         const u32 to = buf + st * STAGE, bar = full + st * 8;
         bar_wait(empty + st * 8, phase ^ 1);
-        if (lane == 0) bar_expect(bar, 2 * SUB + (page ? 8 * CHANNELS : 0));
+        if (lane == 0) bar_expect(bar, 2 * SUB + (page ? CTA_HEADS * CHANNELS : 0));
         __syncwarp();
         if (lane < 2) bulk_copy(to + lane * SUB, a.blocks + ((i64)(slot >> 4) * HK + head0) * HB, SUB, bar);
         if (page && lane == 2)
-          bulk_copy(to + 2 * SUB, page_channels(a, slot, head0), 8 * CHANNELS, bar);
+          bulk_copy(to + 2 * SUB, page_channels(a, slot, head0), CTA_HEADS * CHANNELS, bar);
         if (++st == CTA_STAGES) st = 0, phase ^= 1;
       }
     }
     return;
   }
   const int head = head0 + warp;
-  float* stash = reinterpret_cast<float*>(smem + CTA_STAGES * STAGE + 64) + warp * COLS * D;
-  float2* stash_ml = reinterpret_cast<float2*>(smem + CTA_STAGES * STAGE + 64 + 8 * COLS * D * 4) + warp * COLS;
-  const u32 side = buf + CTA_STAGES * STAGE + 64 + 8 * COLS * (4 * D + 8) + warp * SIDE;
+  float* stash = reinterpret_cast<float*>(smem + CTA_STAGES * STAGE + BARRIERS) + warp * COLS * D;
+  float2* stash_ml = reinterpret_cast<float2*>(smem + CTA_STAGES * STAGE + BARRIERS + CTA_HEADS * COLS * D * 4) + warp * COLS;
+  const u32 side = buf + CTA_STAGES * STAGE + BARRIERS + CTA_HEADS * COLS * (4 * D + 8) + warp * SIDE;
   bool waited = false;
   for (Work work(a, split); work.more();) {
     const Segment s = work.take();
@@ -125,6 +127,7 @@ extern "C" __global__ __launch_bounds__(288, 2) void attend_cta(const __grid_con
 #ifdef WARPS
 extern "C" __global__ __launch_bounds__(WARPS * 32, MIN_CTAS) void attend_warp(const __grid_constant__ Args a) {
   constexpr int STAGE = 2 * HB;
+  static_assert(SHARED_BYTES == WARPS * (STAGES * (STAGE + 8) + COLS * (4 * D + 8) + 2 * CHANNELS + SIDE), "shared memory");
   DYNAMIC_SHARED(u8, smem, 128);
   const int head = blockIdx.x, split = blockIdx.y, first_col = blockIdx.z * COLS;
   const int warp = warp_id(), lane = threadIdx.x & 31;

@@ -35,9 +35,11 @@ from .plan import (
     request_chunks,
 )
 from .tile import (
+    BLOCK,
     CHANNEL,
     PAGE,
     POSITION,
+    TURN,
     channel_offset,
     half_offsets,
     load_meta,
@@ -129,7 +131,7 @@ def _history_tile(
     elif FORM % 8 == POSITION:
         codes, step, share = load_row(blocks, grid, slot, ok, head, 0, FORM, TN, Hk, D)
         products = tl.dot(q16, tl.trans(codes.to(tl.float16))) * q_unit[:, None]
-        turn = (pos // 16)[:, None] * D + tl.arange(0, D)[None, :]
+        turn = (pos // TURN)[:, None] * D + tl.arange(0, D)[None, :]
         means = tl.dot(mixed, tl.trans(tl.load(turns + turn, ok[:, None], 0.0))) * scale
         logits = products * step[None, :] + means * share[None, :]
     else:
@@ -148,13 +150,13 @@ def _history_tile(
 
 @triton.jit
 def _attend_kernel(
-    o, ml, plan, q, q_half, blocks, grid, turns, sink_k, sink_v, ring_k, ring_v, req_to_token,
+    o, ml, plan, q, q_half, blocks, grids, turns, sink_k, sink_v, ring_k, ring_v, req_to_token,
     stride_req, n_sink, n_recent, scale, cap_log2, columns,
     CAP: tl.constexpr, FORM: tl.constexpr, C: tl.constexpr,
     Hk: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    # 16 tokens from a multiple of 16 lie in one page, 32 may not.
-    TN: tl.constexpr = 16 if FORM == CHANNEL else TILE_TOKENS
+    # A block's tokens lie in one page, a tile's may not.
+    TN: tl.constexpr = BLOCK if FORM == CHANNEL else TILE_TOKENS
     WIDTH: tl.constexpr = D * 3 // 2 if FORM % 8 == POSITION else D  # ``LayerView.query_width``
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -210,7 +212,7 @@ def _attend_kernel(
                 beside = (q_at * (2 * WIDTH) + 2 * D)[:, None] + cols[None, :]
                 mixed = tl.load(q_half + beside, have[:, None], 0.0)
             tiles_from = origin + window_chunks * WINDOW_COST
-            base = n_sink // 16 * 16
+            base = n_sink // BLOCK * BLOCK
             for tile in range(tl.maximum(line - tiles_from, 0), stop - tiles_from):
                 for part_of_tile in tl.static_range(TILE_TOKENS // TN):
                     pos = base + tile * TILE_TOKENS + part_of_tile * TN + tl.arange(0, TN)
@@ -218,7 +220,7 @@ def _attend_kernel(
                     at = row * stride_req + pos
                     slot = tl.load(req_to_token + at, inside, 0).to(tl.int64)
                     m, den, acc = _history_tile(
-                        m, den, acc, qf, q16, q_unit * scale, q_sum, mixed, blocks, grid, turns,
+                        m, den, acc, qf, q16, q_unit * scale, q_sum, mixed, blocks, grids, turns,
                         slot, pos, n_sink, hist_end, head, scale, cap_log2, CAP, FORM, TN, Hk, D,
                     )  # fmt: skip
             part = (((split + b).to(tl.int64) * Hk) + head) * columns + col
@@ -286,10 +288,30 @@ def attend(
     log2e = math.log2(math.e)
     grid = (part.splits, kv_heads, triton.cdiv(part.columns, _COLUMNS))
     _attend_kernel[grid](
-        part.o, part.ml, part.plan, q_rot, q_rot if means is None else q_rot.view(torch.float16),
-        view.blocks.view(torch.uint16), view.grid, q_rot if means is None else means.turns,
-        view.sink_k, view.sink_v, view.ring_k, view.ring_v,
-        req_to_token, req_to_token.stride(0), view.windows.n_sink, view.windows.n_recent,
-        scale * log2e, logit_cap * log2e, part.columns,
-        logit_cap > 0, view.form, _COLUMNS, kv_heads, group, dim, num_warps=4,
-    )  # fmt: skip
+        o=part.o,
+        ml=part.ml,
+        plan=part.plan,
+        q=q_rot,
+        q_half=q_rot if means is None else q_rot.view(torch.float16),
+        blocks=view.blocks.view(torch.uint16),
+        grids=view.grid,
+        turns=q_rot if means is None else means.turns,
+        sink_k=view.sink_k,
+        sink_v=view.sink_v,
+        ring_k=view.ring_k,
+        ring_v=view.ring_v,
+        req_to_token=req_to_token,
+        stride_req=req_to_token.stride(0),
+        n_sink=view.windows.n_sink,
+        n_recent=view.windows.n_recent,
+        scale=scale * log2e,
+        cap_log2=logit_cap * log2e,
+        columns=part.columns,
+        CAP=logit_cap > 0,
+        FORM=view.form,
+        C=_COLUMNS,
+        Hk=kv_heads,
+        G=group,
+        D=dim,
+        num_warps=4,
+    )

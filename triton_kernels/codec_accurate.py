@@ -12,16 +12,26 @@ metadata changes. Products with G run in float64, so that codes do not depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from .codec_affine import LEVELS, RangeRule, decode, feedback_codes, value_range
+from .codec_parts import Feedback, RoundMeta
 
 RATIOS = (0.75, 0.85)
 MAX_GAIN = 1.25
 
-RoundMeta = Callable[[torch.Tensor], torch.Tensor]  # (step, lo) [T, Hk, 2] as it can be stored
+
+@dataclass(frozen=True)
+class Accurate(Feedback):
+    """See the module docstring."""
+
+    number = 2
+    tensors = ("factor", "metric")
+
+    def encode(self, y, rule, params, storable):
+        return encode(y, params.factor, params.metric, storable)
 
 
 def encode(

@@ -10,7 +10,12 @@ absorbed by the codes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
+
+from .codec_parts import Affine
 
 PER_OCTAVE = 16
 STEPS = 256
@@ -37,3 +42,25 @@ def decode_meta(
     step_log2, lo_first, lo_step = grid.unbind(-1)
     step = torch.exp2(step_log2 + octaves / per_octave)
     return torch.stack([step, lo_first + offset * lo_step], -1)
+
+
+@dataclass(frozen=True)
+class Compact(Affine):
+    """See the module docstring; ``per_octave``: bytes that an octave of step has."""
+
+    name = "compact"
+    form = 1
+    number_bytes = 1
+    per_octave: ClassVar[int] = PER_OCTAVE
+
+    def tensors(self, head_dim):
+        return {"grid": GRID_SHAPE}
+
+    def storable(self, meta, grid):
+        return self.read(self.written(meta, grid), grid)
+
+    def written(self, meta, grid):
+        return encode_meta(meta, grid, self.per_octave)
+
+    def read(self, written, grid):
+        return decode_meta(written, grid, self.per_octave)

@@ -10,9 +10,12 @@ cores take as they are; thresholds are the midpoints.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .codec_affine import RangeRule, Rows, pack, unpack, value_range
+from .codec_parts import Metadata
 
 INNER, OUTER = 1855 / 4096, 1547 / 1024
 LEVEL_VALUES = (-OUTER, -INNER, INNER, OUTER)
@@ -31,3 +34,25 @@ def decode(rows: Rows) -> torch.Tensor:
     """float32 [..., D], still rotated."""
     levels = torch.tensor(LEVEL_VALUES, device=rows.packed.device)
     return levels[unpack(rows.packed).long()] * rows.meta.float()
+
+
+@dataclass(frozen=True)
+class Scale(Metadata):
+    """See the module docstring."""
+
+    name = "scale"
+    form = 2
+    numbers = (1, 1)
+    proven = True
+
+    def encode_k(self, codec, params, y, positions):
+        return encode(y)
+
+    def encode_v(self, codec, params, y):
+        return encode(y)
+
+    def decode_k(self, codec, params, rows, positions, channels):
+        return decode(rows)
+
+    def decode_v(self, codec, params, rows):
+        return decode(rows)

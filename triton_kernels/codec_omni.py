@@ -15,23 +15,19 @@ without the rotation (the identity in place of H), or both (keys per channel alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from .codec_affine import LEVELS, RangeRule, Rows, decode, pack, round_codes, unpack, value_range
+from .codec_affine import LEVELS, RangeRule, Rows, pack, round_codes, unpack, value_range
+from .codec_parts import Affine
 
 BLOCK = 128
 # Option of an artifact -> its values, the default first.
 OPTIONS = {"norm": ("head", "none"), "rotation": ("hadamard", "none")}
 V_RANGE = RangeRule("shrink", 1.0)
 _FP16_MAX = 65504.0
-
-
-def chosen(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every one of ``OPTIONS`` as an artifact's ``options`` have it, else its default."""
-    return {name: options.get(name, values[0]) for name, values in OPTIONS.items()}
 
 
 class KeyBlock(NamedTuple):
@@ -74,6 +70,26 @@ def encode_v(y: torch.Tensor) -> Rows:
     return Rows(pack(round_codes(y, meta)), meta)
 
 
-def decode_v(rows: Rows) -> torch.Tensor:
-    """float32 [..., D], still rotated."""
-    return decode(unpack(rows.packed), rows.meta)
+@dataclass(frozen=True)
+class Channel(Affine):
+    """K's share channels over a block, V's are affine; ``token_norm``: of ``OPTIONS``."""
+
+    name = "channel"
+    form = 3
+    numbers = (1, 2)
+    block = BLOCK
+    choices = OPTIONS
+    token_norm: bool = True
+
+    def configured(self, options):
+        return replace(self, token_norm=self.chosen(options)["norm"] == "head")
+
+    def encode_k(self, codec, params, y, positions):
+        raise ValueError(f"keys of {codec.name} are encoded in blocks, not one by one")
+
+    def encode_block(self, k, v, sinks):
+        key = encode_k(k, sinks, self.token_norm)
+        return Rows(key.packed, key.norm[..., None]), encode_v(v), key.meta
+
+    def decode_k(self, codec, params, rows, positions, channels):
+        return decode_k(KeyBlock(rows.packed, rows.meta[..., 0], channels))

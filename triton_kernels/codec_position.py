@@ -23,13 +23,15 @@ is no error. A head whose mean does not turn (``Rope`` of zeros) has a constant 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .codec_affine import feedback_codes
-from .codec_compact import decode_meta, encode_meta
+from .codec_affine import RangeRule, Rows, feedback_codes, pack, unpack
+from .codec_compact import Compact, decode_meta, encode_meta
+from .codec_parts import CodecSpec, Feedback
 
 TILE = 16
 PER_OCTAVE = 32
@@ -217,3 +219,101 @@ def _gain(
     true, found = (y * g).sum(-1), (decoded * g).sum(-1)
     gain = torch.where((found > 0) & true.isfinite(), true / found, 1.0)
     return gain.nan_to_num(1.0).clamp(1 / MAX_GAIN, MAX_GAIN).float()
+
+
+@dataclass(frozen=True)
+class Unbiased(Feedback):
+    """Feedback, and then a gain on the step: part of ``encode_k``."""
+
+    number = 3
+    tensors = ("factor", "metric")
+
+
+@dataclass(frozen=True)
+class Position(Compact):
+    """See the module docstring; ``rope``: of a layer."""
+
+    name = "position"
+    form = 4
+    mixed = True
+    proven = False  # on an H200 two of the tests of large logits fail
+    per_octave = PER_OCTAVE
+    rope: Rope | None = None
+
+    def tensors(self, head_dim):
+        return {**super().tensors(head_dim), "q_k": (head_dim, head_dim), "mean": (head_dim,)}
+
+    def encode_k(self, codec, params, y, positions):
+        codes, meta = encode_k(y, _needed(positions), self.rope, params, codec.k_bits)
+        return Rows(pack(codes, codec.k_bits), meta)
+
+    def decode_k(self, codec, params, rows, positions, channels):
+        codes, bits = unpack(rows.packed, codec.k_bits), codec.k_bits
+        return decode_k(codes, rows.meta, _needed(positions), self.rope, params, bits)
+
+    def layer_specs(self, codec, layers, options):
+        """From an artifact's options:
+
+        rope       {"theta": D/2 numbers, "pairs": D channels}  of ``Rope``
+        rope_free  ids of layers that have none
+        bits       for each layer (K's, V's)
+        """
+        rope = Rope(**{n: tuple(options["rope"][n]) for n in ("theta", "pairs")})
+        free, still = options.get("rope_free", ()), Rope.still(len(rope.pairs))
+        bits = options.get("bits") or [(codec.k_bits, codec.v_bits)] * layers
+        if len(bits) != layers:
+            raise ValueError(f"bits of {len(bits)} layers, expected {layers}")
+        return [
+            with_bits(with_rope(codec, still if i in free else rope), k, v)
+            for i, (k, v) in enumerate(bits)
+        ]
+
+    def layer_options(self, specs):
+        ropes = [spec.meta.rope for spec in specs]
+        rope = max(ropes, key=lambda r: sum(map(bool, r.theta)))
+        return {
+            "rope": {name: list(value) for name, value in dataclasses.asdict(rope).items()},
+            "rope_free": [i for i, r in enumerate(ropes) if r != rope],
+            "bits": [[spec.k_bits, spec.v_bits] for spec in specs],
+        }
+
+    def check(self, head_dim):
+        if self.rope is not None and len(self.rope.pairs) != head_dim:
+            raise ValueError(f"RoPE of another head_dim than {head_dim}")
+
+    def neutral_options(self, head_dim, layers):
+        return {"rope": dataclasses.asdict(Rope.still(head_dim)), "bits": _spread(layers)}
+
+    def kernel_floats(self, head_dim):
+        """Of ``means.Means``, tables apart; ``partner``, of the layer, is counted for each head."""
+        return head_dim * head_dim + 3 * head_dim + 2
+
+    def table_bytes(self, head_dim, context):
+        return table_bytes(head_dim, context)
+
+
+def with_rope(codec: CodecSpec, rope: Rope) -> CodecSpec:
+    """``position`` of a layer whose K turns so."""
+    return replace(codec, meta=replace(codec.meta, rope=rope))
+
+
+def with_bits(codec: CodecSpec, k_bits: int, v_bits: int) -> CodecSpec:
+    """``position`` with other widths. Raises ValueError for widths without a rule."""
+    if not {k_bits, v_bits} <= set(V_RATIOS):
+        raise ValueError(f"K and V have 2 or 4 bits, got {k_bits} and {v_bits}")
+    ranges = RangeRule("shrink", V_RATIOS[v_bits])
+    return replace(codec, k_bits=k_bits, v_bits=v_bits, v_range=ranges)
+
+
+def _needed(positions: torch.Tensor | None) -> torch.Tensor:
+    if positions is None:
+        raise ValueError("keys of position cannot be coded without their positions")
+    return positions
+
+
+def _spread(layers: int) -> list[list[int]]:
+    """Widths of a calibration's default number, evenly over the layers' K and V in turn."""
+    bits = [[2, 2] for _ in range(layers)]
+    for i in range(count := layers // 6):
+        bits[(2 * i + 1) * layers // (2 * count)][i % 2] = 4
+    return bits

@@ -1,8 +1,14 @@
 // What the CUDA kernels share: types, the block layout, instructions. Put before each of them by
-// driver.py; compiled at run time for one shape, without headers, so without a toolkit:
+// driver.py; compiled at run time for one shape, without headers, so without a toolkit, with these
+// macros (cuda_args.Shape):
 // HEAD_DIM (64, 128), KV_HEADS, GROUP (query heads per KV head), WINDOW_BF16 (the model's dtype is
-// bf16, else fp16), META_FORM (what a token's metadata are; tile.FORMS), K_BITS, V_BITS (of a code; 2, or 4 of
-// POSITION).
+// bf16, else fp16); META_FORM (what a token's metadata are), one of AFFINE, COMPACT, SCALE, CHANNEL,
+// POSITION; K_BITS, V_BITS (of a code; 2, or 4 of POSITION).
+// Bytes (layout.py): HB of one head of one block of 16 slots; V_CODES, META: where V's codes and the
+// metadata begin in it; META_BYTES of a token's metadata; CHUNK of a chunk of 16 tokens' codes;
+// CHANNELS of the channels that PAGE slots share, one head.
+// Tokens (plan.py): TILE of a history tile, WIN of a window chunk, WIN_COST its cost; numbers of a
+// plan: HEADER, FIELDS of a request, SPLIT of a split.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -15,25 +21,11 @@ typedef long long i64;
 #define DYNAMIC_SHARED(type, name, alignment) extern __shared__ __align__(alignment) type name[]
 #endif
 #define UNROLL _Pragma("unroll")
-#define AFFINE 0
-#define COMPACT 1
-#define SCALE 2
-#define CHANNEL 3
-#define POSITION 4
 
 constexpr int D = HEAD_DIM, HK = KV_HEADS, G = GROUP;
 constexpr int NJ = D / 16;              // 16-channel tiles of a row
 constexpr int Q_ROW = META_FORM == POSITION ? D * 3 / 2 : D;   // floats of a query row: D rotated channels (, C(q): D in FP16)
-constexpr int CHUNK = 256;              // bytes of one 16-byte chunk of 16 tokens
-constexpr int V_CODES = 2 * D * K_BITS; // offset of V's codes in a head's block
-constexpr int META = V_CODES + 2 * D * V_BITS;            // of the metadata
 constexpr int K_LEVELS = (1 << K_BITS) - 1, V_LEVELS = (1 << V_BITS) - 1;   // the largest codes
-constexpr int META_BYTES = META_FORM == AFFINE ? 8 : META_FORM == CHANNEL ? 6 : 4;   // of a token: K's and V's
-constexpr int HB = META + 16 * META_BYTES;                // bytes of one head of one block
-constexpr int TILE = 32;                // tokens of a history tile: two blocks
-constexpr int COLS = 8;                 // columns of a warp
-constexpr int WIN = 16;                 // tokens of a window chunk
-constexpr int HEADER = 8, FIELDS = 8, SPLIT = 16;   // as in plan.py
 constexpr float BIAS = 4.f;             // p = 2^(logit - m + BIAS) keeps small p normal in FP16
 constexpr float THRESHOLD = 8.f;
 constexpr float HIDDEN = -1e30f;

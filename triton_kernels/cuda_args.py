@@ -7,22 +7,82 @@ from typing import NamedTuple
 
 import torch
 
+from . import plan
+from .codec_accurate import Accurate
+from .layout import BLOCK, HistoryLayout
 from .tile import FORMS
 from .views import LayerView
 
 HEAD_DIMS = (64, 128)
+ROWS = 16  # that an MMA rotates
+Defines = tuple[tuple[str, int], ...]
 
 
-def shape_defines(view: LayerView, heads: int) -> tuple[tuple[str, int], ...]:
-    return (
-        ("HEAD_DIM", view.head_dim),
-        ("KV_HEADS", view.kv_heads),
-        ("GROUP", heads // view.kv_heads),
-        ("WINDOW_BF16", int(view.sink_k.dtype == torch.bfloat16)),
-        ("META_FORM", FORMS[view.spec.meta]),
-        ("K_BITS", view.spec.k_bits),
-        ("V_BITS", view.spec.v_bits),
-    )
+class Shape(NamedTuple):
+    """What every CUDA kernel is compiled for. ``group``: query heads per KV head; ``bf16``: the
+    model's dtype, else FP16; ``form``: of ``codec_parts.Metadata``."""
+
+    layout: HistoryLayout
+    group: int
+    bf16: bool
+    form: int
+
+    @classmethod
+    def of(cls, view: LayerView, heads: int) -> Shape:
+        bf16 = view.sink_k.dtype == torch.bfloat16
+        return cls(view.layout, heads // view.kv_heads, bf16, view.spec.meta.form)
+
+    def defines(self) -> Defines:
+        h = self.layout
+        return (
+            ("HEAD_DIM", h.head_dim),
+            ("KV_HEADS", h.kv_heads),
+            ("GROUP", self.group),
+            ("WINDOW_BF16", int(self.bf16)),
+            ("META_FORM", self.form),
+            *((name.upper(), form) for name, form in FORMS.items()),
+            ("K_BITS", h.k_bits),
+            ("V_BITS", h.v_bits),
+            ("CHUNK", BLOCK * h.k_chunk_bytes),
+            ("V_CODES", BLOCK * h.k_row_bytes),
+            ("META", h.code_bytes_per_block),
+            ("META_BYTES", h.meta_fields * h.meta_bytes),
+            ("HB", h.block_bytes),
+            ("PAGE", h.block),
+            ("CHANNELS", h.channel_bytes // h.kv_heads),
+            ("TILE", plan.TILE_TOKENS.value),
+            ("WIN", plan.WINDOW_TOKENS.value),
+            ("WIN_COST", plan.WINDOW_COST.value),
+            ("HEADER", plan.HEADER.value),
+            ("FIELDS", plan.FIELDS.value),
+            ("SPLIT", plan.SPLIT.value),
+        )
+
+
+class Coding(NamedTuple):
+    """What kernels that encode are compiled for besides."""
+
+    k_rank: bool
+    v_rank: bool
+    feedback: bool
+    accurate: bool
+
+    @classmethod
+    def of(cls, spec) -> Coding:
+        ranks = (rule.kind == "rank" for rule in (spec.k_range, spec.v_range))
+        return cls(*ranks, spec.k_feedback, isinstance(spec.search, Accurate))
+
+    def defines(self, head_dim: int) -> Defines:
+        return (
+            *((name.upper(), int(value)) for name, value in self._asdict().items()),
+            ("ROWS", ROWS),
+            ("HALF_STRIDE", half_stride(head_dim)),
+        )
+
+
+def half_stride(head_dim: int) -> int:
+    """FP16 numbers from row to row of a tile in shared memory, so that banks do not conflict."""
+    return head_dim + 32
 
 
 def pointer(x: torch.Tensor | None) -> int | None:
@@ -45,21 +105,15 @@ class CodeArgs(ctypes.Structure):
         spec, dim = view.spec, view.head_dim
         factor = view.params.factor if spec.k_feedback else view.params.r_k
         return cls(
-            view.blocks.data_ptr(), factor.data_ptr(),
-            spec.k_range.rank(dim), spec.v_range.rank(dim),
-            spec.k_range.half_ratio, spec.v_range.half_ratio, view.grid.data_ptr(),
-            pointer(view.params.metric),
-        )  # fmt: skip
-
-
-def code_defines(view: LayerView) -> tuple[tuple[str, int], ...]:
-    spec = view.spec
-    return (
-        ("K_RANK", int(spec.k_range.kind == "rank")),
-        ("V_RANK", int(spec.v_range.kind == "rank")),
-        ("FEEDBACK", int(spec.k_feedback)),
-        ("ACCURATE", int(spec.search == "accurate")),
-    )
+            blocks=pointer(view.blocks),
+            factor=pointer(factor),
+            k_rank=spec.k_range.rank(dim),
+            v_rank=spec.v_range.rank(dim),
+            k_ratio=spec.k_range.half_ratio,
+            v_ratio=spec.v_range.half_ratio,
+            grid=pointer(view.grid),
+            metric=pointer(view.params.metric),
+        )
 
 
 class MeanArgs(ctypes.Structure):
@@ -81,9 +135,13 @@ class MeanArgs(ctypes.Structure):
         m = view.means
         if m is None:
             return cls()
-        tensors = (positions, m.turns, m.lift, m.mix, m.partner, m.units, m.metric)
-        stride = 0 if k is None else k.stride(0)
-        return cls(pointer(shares), pointer(k), stride, *(pointer(x) for x in tensors))
+        return cls(
+            shares=pointer(shares),
+            k=pointer(k),
+            stride_k=0 if k is None else k.stride(0),
+            positions=pointer(positions),
+            **{name: pointer(tensor) for name, tensor in m._asdict().items()},
+        )
 
 
 class Fresh(NamedTuple):

@@ -17,28 +17,33 @@ from dataclasses import dataclass
 
 import torch
 
-from . import codec_omni, nvrtc, plan
+from . import codec_omni, nvrtc
 from .attend import Partials
 from .cuda_args import (
     HEAD_DIMS,
     CodeArgs,
+    Coding,
+    Defines,
     Fresh,
     MeanArgs,
-    code_defines,
+    Shape,
+    half_stride,
     pointer,
-    shape_defines,
 )
-from .driver import Kernel, module, overlaps
+from .driver import Kernel, Source, module, overlaps
 from .layout import BLOCK, HistoryLayout
 from .views import LayerView
 
-ATTEND_FILES = ("common.cu", "meta.cu", "warp.cu", "attend.cu")
-MERGE_FILES = ("common.cu", "rows.cu", "merge.cu")
 _COLUMNS = 8  # of a warp
+_CTA_HEADS = 8  # KV heads of an attend_cta, a warp each
+_BARRIER_BYTES = 64  # of an attend_cta, in shared memory
 _CTA_FROM_BATCH = 4
+_MERGE_WARPS = 8
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
+    """``Args`` of warp.cu."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
             "o", "ml", "plan", "q", "blocks", "sink_k", "sink_v", "ring_k", "ring_v", "table",
@@ -53,7 +58,9 @@ class _Args(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _MergeArgs(ctypes.Structure):
+class MergeArgs(ctypes.Structure):
+    """``MergeArgs`` of merge.cu."""
+
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
@@ -65,9 +72,18 @@ class _MergeArgs(ctypes.Structure):
     ]
 
 
+ATTEND = Source(("common.cu", "meta.cu", "warp.cu", "attend.cu"), (Args,))
+MERGE = Source(("common.cu", "rows.cu", "merge.cu"), (CodeArgs, MeanArgs, MergeArgs))
+
+
 @dataclass(frozen=True)
 class Form:
-    """How attend is launched; ``splits`` is the length of the grid and of the plan."""
+    """How attend is launched; ``splits`` is the length of the grid and of the plan.
+
+    warps, stages, min_ctas  of attend_warp: warps of a CTA, tiles of the pipeline that each has,
+                             CTAs a processor. attend_cta has a warp for each of its KV heads and
+                             one that brings the tiles
+    """
 
     kernel: str
     splits: int
@@ -76,28 +92,49 @@ class Form:
     stages: int = 4
     min_ctas: int = 4
 
-    def stages_of(self, layout: HistoryLayout) -> int:
-        """Tiles of a pipeline: fewer where they are larger, so that as many CTAs fit."""
-        bits = layout.k_bits + layout.v_bits
-        if self.kernel == "attend_cta":
-            return 3 if bits == 4 else 2  # CTA_STAGES
-        return min(self.stages, {4: self.stages, 6: 3, 8: 2}[bits])
-
-    def shared_bytes(self, layout: HistoryLayout, means: bool) -> int:
-        """Dynamic shared memory."""
-        dim, tile, stages = layout.head_dim, 2 * layout.block_bytes, self.stages_of(layout)
-        channels = layout.channel_bytes // layout.kv_heads  # of a page and head
-        side = 512 * means  # of a warp: warp.cu's SIDE
-        if self.kernel == "attend_cta":
-            if means and layout.k_bits + layout.v_bits < 8:
-                side += 16 * dim
-            return stages * 8 * (tile + channels) + 64 + 8 * (_COLUMNS * (4 * dim + 8) + side)
-        pipeline = stages * (tile + 8) + 2 * channels
-        return self.warps * (pipeline + _COLUMNS * (4 * dim + 8) + side)
+    @property
+    def cta(self) -> bool:
+        return self.kernel == "attend_cta"
 
     @property
     def threads(self) -> int:
-        return 288 if self.kernel == "attend_cta" else 32 * self.warps
+        return 32 * (_CTA_HEADS + 1 if self.cta else self.warps)
+
+    def stages_of(self, layout: HistoryLayout) -> int:
+        """Tiles of a pipeline: fewer where they are larger, so that as many CTAs fit."""
+        bits = layout.k_bits + layout.v_bits
+        if self.cta:
+            return 3 if bits == 4 else 2  # two CTAs fit a processor
+        return min(self.stages, {4: self.stages, 6: 3, 8: 2}[bits])
+
+    def keeps_queries(self, layout: HistoryLayout, means: bool) -> bool:
+        """Whether query operands lie in shared memory: with means attend_cta has too few registers
+        for them, and beside tiles of 4-bit codes no room."""
+        return self.cta and means and layout.k_bits + layout.v_bits < 8
+
+    def shared_bytes(self, layout: HistoryLayout, means: bool) -> int:
+        """Dynamic shared memory, as attend.cu divides it (and checks)."""
+        dim, tile, stages = layout.head_dim, 2 * layout.block_bytes, self.stages_of(layout)
+        channels = layout.channel_bytes // layout.kv_heads  # of a page and head
+        side = 512 * means + 16 * dim * self.keeps_queries(layout, means)  # of a warp
+        result = _COLUMNS * (4 * dim + 8)  # of a warp's windows
+        if self.cta:
+            pipeline = stages * _CTA_HEADS * (tile + channels) + _BARRIER_BYTES
+            return pipeline + _CTA_HEADS * (result + side)
+        pipeline = stages * (tile + 8) + 2 * channels
+        return self.warps * (pipeline + result + side)
+
+    def defines(self, layout: HistoryLayout, means: bool) -> Defines:
+        stages = self.stages_of(layout)
+        return (
+            ("COLS", _COLUMNS),
+            ("PAGED", int(self.paged)),
+            ("Q_SHARED", int(self.keeps_queries(layout, means))),
+            ("SHARED_BYTES", self.shared_bytes(layout, means)),
+            *((("CTA_HEADS", _CTA_HEADS), ("CTA_STAGES", stages), ("BARRIERS", _BARRIER_BYTES))
+              if self.cta else
+              (("WARPS", self.warps), ("STAGES", stages), ("MIN_CTAS", self.min_ctas))),
+        )  # fmt: skip
 
 
 def supported(device: torch.device, dim: int, dtype: torch.dtype) -> bool:
@@ -123,35 +160,34 @@ def choose_form(
     properties = torch.cuda.get_device_properties(device)
     paged = page_size % BLOCK == 0 and properties.major >= 9
     tiles = math.ceil(columns / _COLUMNS)
-    if paged and kv_heads % 8 == 0 and batch >= _CTA_FROM_BATCH:
-        splits = 2 * properties.multi_processor_count // (kv_heads // 8 * tiles)
+    if paged and kv_heads % _CTA_HEADS == 0 and batch >= _CTA_FROM_BATCH:
+        splits = 2 * properties.multi_processor_count // (kv_heads // _CTA_HEADS * tiles)
         return Form("attend_cta", max(1, splits), True)
     min_ctas = 4 if properties.shared_memory_per_multiprocessor > 200_000 else 2
     splits = min_ctas * properties.multi_processor_count // (kv_heads * tiles)
     return Form("attend_warp", max(1, splits), paged, min_ctas=min_ctas)
 
 
+def attend_defines(form: Form, shape: Shape, cap: bool, means: bool) -> Defines:
+    return (*shape.defines(), *form.defines(shape.layout, means), ("SOFT_CAP", int(cap)))
+
+
+def merge_defines(shape: Shape, coding: Coding, rows: int) -> Defines:
+    mine = ("MERGE_ROWS", rows), ("MERGE_WARPS", _MERGE_WARPS)
+    return shape.defines() + coding.defines(shape.layout.head_dim) + mine
+
+
 @functools.cache
-def _attend_kernel(
-    form: Form, shape: tuple, cap: bool, layout: HistoryLayout, means: bool, device: int
-) -> Kernel:
-    defines = (
-        *shape,
-        ("SOFT_CAP", int(cap)),
-        ("PAGED", int(form.paged)),
-        ("WIN_COST", plan.WINDOW_COST.value),
-        *((("WARPS", form.warps), ("STAGES", form.stages_of(layout)), ("MIN_CTAS", form.min_ctas))
-          if form.kernel == "attend_warp" else ()),
-    )  # fmt: skip
-    code = module(ATTEND_FILES, defines, device)
-    shared = form.shared_bytes(layout, means)
+def _attend_kernel(form: Form, shape: Shape, cap: bool, means: bool, device: int) -> Kernel:
+    code = module(ATTEND, attend_defines(form, shape, cap, means), device)
+    shared = form.shared_bytes(shape.layout, means)
     return Kernel(code, form.kernel, form.threads, shared, overlaps(device))
 
 
 @functools.cache
-def _merge_kernel(defines: tuple, shared: int, device: int) -> Kernel:
-    code = module(MERGE_FILES, defines, device)
-    return Kernel(code, "merge", 256, shared, overlaps(device))
+def _merge_kernel(shape: Shape, coding: Coding, rows: int, shared: int, device: int) -> Kernel:
+    code = module(MERGE, merge_defines(shape, coding, rows), device)
+    return Kernel(code, "merge", 32 * _MERGE_WARPS, shared, overlaps(device))
 
 
 def _stream(device: torch.device) -> int:
@@ -171,30 +207,39 @@ def attend(
     assert q_rot.dtype == torch.float32 and q_rot.is_contiguous()
     assert q_rot.shape[2] == view.query_width
     assert req_to_token.dtype == torch.int32 and form.splits == part.splits
-    layout = view.spec.layout(view.kv_heads, view.head_dim)
-    assert has_layout(layout)
+    assert has_layout(view.layout)
     # With a shorter ring history could end inside a page, of which this step sealed the keys.
     longest_q = part.columns * view.kv_heads // q_rot.shape[1]
     assert view.spec.block == 1 or view.windows.n_recent >= view.spec.block + longest_q - 1
-    shape = shape_defines(view, q_rot.shape[1])
-    means = view.means is not None
-    kernel = _attend_kernel(form, shape, logit_cap > 0, layout, means, q_rot.device.index)
-    log2e = math.log2(math.e)
-    args = _Args(
-        *(x.data_ptr() for x in (part.o, part.ml, part.plan, q_rot, *view[2:7], req_to_token)),
-        view.params.r_v.data_ptr(),
-        req_to_token.stride(0), part.batch, view.windows.n_sink,
-        view.windows.n_recent, part.columns,
-        scale * log2e, logit_cap * log2e, view.grid.data_ptr(), pointer(view.channels), 0,
-        pointer(view.means and view.means.turns),
-    )  # fmt: skip
-    tiles = math.ceil(part.columns / _COLUMNS)
-    heads = view.kv_heads
-    grid = (
-        (form.splits, heads // 8, tiles)
-        if form.kernel == "attend_cta"
-        else (heads, form.splits, tiles)
+    shape, means = Shape.of(view, q_rot.shape[1]), view.means is not None
+    kernel = _attend_kernel(form, shape, logit_cap > 0, means, q_rot.device.index)
+    log2e, windows = math.log2(math.e), view.windows
+    args = Args(
+        o=pointer(part.o),
+        ml=pointer(part.ml),
+        plan=pointer(part.plan),
+        q=pointer(q_rot),
+        blocks=pointer(view.blocks),
+        sink_k=pointer(view.sink_k),
+        sink_v=pointer(view.sink_v),
+        ring_k=pointer(view.ring_k),
+        ring_v=pointer(view.ring_v),
+        table=pointer(req_to_token),
+        r_v=pointer(view.params.r_v),
+        table_stride=req_to_token.stride(0),
+        batch=part.batch,
+        n_sink=windows.n_sink,
+        n_recent=windows.n_recent,
+        columns=part.columns,
+        scale_log2=scale * log2e,
+        cap_log2=logit_cap * log2e,
+        grid=pointer(view.grid),
+        channels=pointer(view.channels),
+        zero=0,
+        turns=pointer(view.means and view.means.turns),
     )
+    tiles, heads = math.ceil(part.columns / _COLUMNS), view.kv_heads
+    grid = (form.splits, heads // _CTA_HEADS, tiles) if form.cta else (heads, form.splits, tiles)
     kernel(grid, args, _stream(q_rot.device))
 
 
@@ -217,20 +262,31 @@ def merge(
     group, tokens, heads = out.shape[1] // view.kv_heads, part.batch * max_q, view.kv_heads
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count
     rows = merge_rows(tokens, heads, group, sms)
-    defines = shape_defines(view, out.shape[1]) + code_defines(view) + (("MERGE_ROWS", rows),)
     dim = view.head_dim
     shared = 4 * dim**2 if fresh and view.spec.k_feedback else 0
-    if fresh and view.means is not None:  # 8 rows, and the same in FP16
-        shared += 8 * (4 * dim + 2 * (dim + 32))
-    kernel = _merge_kernel(defines, shared, out.device.index)
+    if fresh and view.means is not None:  # a row a warp, and the same in FP16
+        shared += _MERGE_WARPS * (4 * dim + 2 * half_stride(dim))
+    shape, coding = Shape.of(view, out.shape[1]), Coding.of(view.spec)
+    kernel = _merge_kernel(shape, coding, rows, shared, out.device.index)
     slices = math.ceil(group / rows)
     kv_rot, slots, shares = fresh or (None, None, None)
-    args = _MergeArgs(
-        out.data_ptr(), pointer(lse), part.o.data_ptr(), part.ml.data_ptr(), part.plan.data_ptr(),
-        view.params.r_v.data_ptr(), pointer(kv_rot), pointer(slots), CodeArgs.of(view),
-        part.columns, max_q, tokens, slices, len(slots) if fresh else 0,
-        MeanArgs.of(view, shares),
-    )  # fmt: skip
+    args = MergeArgs(
+        out=pointer(out),
+        lse=pointer(lse),
+        o=pointer(part.o),
+        ml=pointer(part.ml),
+        plan=pointer(part.plan),
+        r_v=pointer(view.params.r_v),
+        kv_rot=pointer(kv_rot),
+        slots=pointer(slots),
+        codes=CodeArgs.of(view),
+        columns=part.columns,
+        max_q=max_q,
+        tokens=tokens,
+        slices=slices,
+        fresh=len(slots) if fresh else 0,
+        mean=MeanArgs.of(view, shares),
+    )
     share = max(1, 4 * sms // (heads * slices))
     kernel((min(tokens, share), heads, slices + 2 * bool(fresh)), args, _stream(out.device))
     return out

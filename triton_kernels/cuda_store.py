@@ -12,38 +12,46 @@ from . import nvrtc
 from .codec import CodecSpec
 from .cuda_args import (
     HEAD_DIMS,
+    ROWS,
     CodeArgs,
+    Coding,
+    Defines,
     Fresh,
     MeanArgs,
-    code_defines,
+    Shape,
+    half_stride,
     pointer,
-    shape_defines,
 )
-from .driver import Kernel, module, overlaps
+from .driver import Kernel, Source, module, overlaps
 from .views import LayerView, TokenBatch
 
-STORE_FILES = ("common.cu", "rows.cu", "store.cu")
-_ROWS = 16  # of a tile
 _WINDOWS = ("sink_k", "sink_v", "ring_k", "ring_v", "cache_k", "cache_v")
 
 
-class _WindowArgs(ctypes.Structure):
+class WindowArgs(ctypes.Structure):
+    """``WindowArgs`` of rows.cu."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*TokenBatch._fields, *_WINDOWS)),
         *((name, ctypes.c_int) for name in ("n_sink", "n_recent")),
     ]
 
 
-class _Args(ctypes.Structure):
+class StoreArgs(ctypes.Structure):
+    """``StoreArgs`` of store.cu."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "q_rot", "kv_rot", "r_k", "r_v")),
-        ("to", _WindowArgs),
+        ("to", WindowArgs),
         ("codes", CodeArgs),
         *((name, ctypes.c_int64) for name in ("stride_q", "stride_k", "stride_v")),
         *((name, ctypes.c_int) for name in ("tokens", "q_half")),
         ("r_q", ctypes.c_void_p),
         ("mean", MeanArgs),
     ]
+
+
+SOURCE = Source(("common.cu", "rows.cu", "store.cu"), (CodeArgs, MeanArgs, WindowArgs, StoreArgs))
 
 
 def has_codec(spec: CodecSpec) -> bool:
@@ -73,9 +81,27 @@ def _narrow(view: LayerView, q: torch.Tensor, q_rot: torch.Tensor) -> bool:
     return view.means is None and q_rot.dtype == q.dtype
 
 
+def _y_stride(head_dim: int) -> int:
+    """Floats from row to row of a tile in shared memory."""
+    return head_dim + 4
+
+
+def _warps(head_dim: int) -> int:
+    """Of ``store``: one for 8 columns of the rotation, and one for a row of codes."""
+    return max(head_dim // 8, ROWS)
+
+
+def defines_of(shape: Shape, coding: Coding) -> Defines:
+    dim = shape.layout.head_dim
+    mine = ("Y_STRIDE", _y_stride(dim)), ("WARPS", _warps(dim))
+    return shape.defines() + coding.defines(dim) + mine
+
+
 @functools.cache
-def _kernel(name: str, defines: tuple, threads: int, shared: int, device: int) -> Kernel:
-    code = module(STORE_FILES, defines, device)
+def _kernel(
+    name: str, shape: Shape, coding: Coding, threads: int, shared: int, device: int
+) -> Kernel:
+    code = module(SOURCE, defines_of(shape, coding), device)
     return Kernel(code, name, threads, shared, overlaps(device))
 
 
@@ -83,23 +109,38 @@ def _launch(
     name, grid, threads, shared, view, tokens, q, k, v, q_rot, kv_rot=None, shares=None
 ) -> None:  # fmt: skip
     windows = view.windows
-    where = (pointer(x) for x in (*tokens, *(getattr(view, name) for name in _WINDOWS)))
-    args = _Args(
-        *(pointer(x) for x in (q, k, v, q_rot, kv_rot, view.params.r_k, view.params.r_v)),
-        _WindowArgs(*where, windows.n_sink, windows.n_recent),
-        CodeArgs.of(view),
-        q.stride(0), k.stride(0), v.stride(0),
-        len(q), int(q_rot is not None and q_rot.dtype != torch.float32),
-        view.q_matrix.data_ptr(), MeanArgs.of(view, shares, k, tokens.positions),
-    )  # fmt: skip
-    defines = shape_defines(view, q.shape[1]) + code_defines(view)
-    kernel = _kernel(name, defines, threads, shared, q.device.index)
+    to = WindowArgs(
+        n_sink=windows.n_sink,
+        n_recent=windows.n_recent,
+        **{name: pointer(tensor) for name, tensor in tokens._asdict().items()},
+        **{name: pointer(getattr(view, name)) for name in _WINDOWS},
+    )
+    args = StoreArgs(
+        q=pointer(q),
+        k=pointer(k),
+        v=pointer(v),
+        q_rot=pointer(q_rot),
+        kv_rot=pointer(kv_rot),
+        r_k=pointer(view.params.r_k),
+        r_v=pointer(view.params.r_v),
+        to=to,
+        codes=CodeArgs.of(view),
+        stride_q=q.stride(0),
+        stride_k=k.stride(0),
+        stride_v=v.stride(0),
+        tokens=len(q),
+        q_half=q_rot is not None and q_rot.dtype != torch.float32,
+        r_q=pointer(view.q_matrix),
+        mean=MeanArgs.of(view, shares, k, tokens.positions),
+    )
+    shape, coding = Shape.of(view, q.shape[1]), Coding.of(view.spec)
+    kernel = _kernel(name, shape, coding, threads, shared, q.device.index)
     kernel(grid, args, torch.cuda.current_stream(q.device).cuda_stream)
 
 
 def _tiles(view: LayerView, q: torch.Tensor, ctas: int) -> int:
     """Extent of a grid that holds a CTA per 16 rows, but few CTAs per processor."""
-    tiles = math.ceil(len(q) * (q.shape[1] // view.kv_heads) / _ROWS)
+    tiles = math.ceil(len(q) * (q.shape[1] // view.kv_heads) / ROWS)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     return min(tiles, math.ceil(8 * sms / ctas))
 
@@ -107,12 +148,12 @@ def _tiles(view: LayerView, q: torch.Tensor, ctas: int) -> int:
 def store(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> None:
     """``store.store``."""
     dim = view.head_dim
-    shared = 4 * (_ROWS * (dim + 4) + (dim * dim if view.spec.k_feedback else 0))
+    tile = 4 * ROWS * _y_stride(dim)
+    shared = tile + (4 * dim * dim if view.spec.k_feedback else 0)
     if view.means is not None:  # rows of lift, FP16 rows for the metric
-        shared += _ROWS * (4 * (dim + 4) + 2 * (dim + 32))
+        shared += tile + 2 * ROWS * half_stride(dim)
     grid = (_tiles(view, q, 3 * view.kv_heads), view.kv_heads, 3)
-    threads = 32 * max(dim // 8, _ROWS)
-    _launch("store", grid, threads, shared, view, tokens, q, k, v, q_rot)
+    _launch("store", grid, 32 * _warps(dim), shared, view, tokens, q, k, v, q_rot)
 
 
 def rotate(view: LayerView, tokens: TokenBatch, q, k, v, q_rot) -> Fresh:

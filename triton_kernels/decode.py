@@ -43,7 +43,7 @@ class DecodeAttention:
         self.block = block
         self.cuda = not triton_only and cuda_attend.supported(self.device, head_dim, dtype)
         self._steps: dict[tuple[int, int], DecodeStep] = {}
-        sizes = (self._shape(batch, max_q) for batch in range(1, max_batch + 1))
+        sizes = (self.choose(batch, max_q) for batch in range(1, max_batch + 1))
         self._numel = max(portable.Partials.numel(*shape) for _, shape in sizes)
         self._pool: torch.Tensor | None = None
 
@@ -55,7 +55,8 @@ class DecodeAttention:
     def allocate(self) -> None:
         self._pool = torch.empty(self._numel, dtype=torch.float32, device=self.device)
 
-    def _shape(self, batch: int, max_q: int):
+    def choose(self, batch: int, max_q: int):
+        """The CUDA kernel's form (None: the Triton kernels) and the shape of its ``Partials``."""
         columns = max_q * (self.heads // self.kv_heads)
         if self.cuda:
             form = cuda_attend.choose_form(
@@ -76,7 +77,7 @@ class DecodeAttention:
         """The kernels and buffers for ``batch`` requests of up to ``max_q`` query tokens."""
         key = (batch, max_q)
         if key not in self._steps:
-            form, shape = self._shape(batch, max_q)
+            form, shape = self.choose(batch, max_q)
             if self._pool is None:
                 self.allocate()
             if portable.Partials.numel(*shape) > self._numel:
@@ -90,7 +91,7 @@ class DecodeStep:
     """One batch size; every argument is a device tensor and nothing synchronises."""
 
     def __init__(self, owner: DecodeAttention, form, part: portable.Partials, max_q: int) -> None:
-        self._owner, self._form, self._part, self._max_q = owner, form, part, max_q
+        self._owner, self.form, self._part, self._max_q = owner, form, part, max_q
 
     def plan(
         self,
@@ -148,7 +149,7 @@ class DecodeStep:
         """
         own, part = self._owner, self._part
         if own.cuda:
-            cuda_attend.attend(self._form, part, view, q_rot, req_to_token, scale, logit_cap)
+            cuda_attend.attend(self.form, part, view, q_rot, req_to_token, scale, logit_cap)
             return cuda_attend.merge(part, view, out, self._max_q, lse, fresh)
         portable.attend(part, view, q_rot, req_to_token, scale, logit_cap)
         return portable_merge(part, view, out, self._max_q, lse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -77,13 +78,48 @@ class Kernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, params, None))
 
 
+class Source(NamedTuple):
+    """A program: ``files`` beside this one, one after another. ``mirrors``: the ctypes mirrors of
+    its argument blocks, called as these."""
+
+    files: tuple[str, ...]
+    mirrors: tuple[type[ctypes.Structure], ...]
+
+    @property
+    def name(self) -> str:
+        return self.files[-1]
+
+    def checks(self) -> str:
+        """C++ that compiles only where each block is as its mirror: as large, with fields of the
+        same names and sizes in the same order, and no other."""
+        lines = []
+        for mirror in self.mirrors:
+            block, fields = mirror.__name__, [field[0] for field in mirror._fields_]
+            same = [f"sizeof({block}) == {ctypes.sizeof(mirror)}"]
+            for i, name in enumerate(fields):
+                same.append(f"&field{i} == &blank_{block}.{name}")
+                same.append(f"sizeof(field{i}) == {getattr(mirror, name).size}")
+            bound = ", ".join(f"field{i}" for i in range(len(fields)))
+            lines += [
+                f"constexpr {block} blank_{block}{{}};",
+                f"constexpr bool same_{block}() {{",
+                f"  const auto& [{bound}] = blank_{block};",
+                f"  return {' && '.join(same)};",
+                "}",
+                f'static_assert(same_{block}(), "{block} is not as its ctypes mirror");',
+            ]
+        return "\n".join(lines)
+
+    def text(self) -> str:
+        here = Path(__file__).parent
+        return "\n".join([*((here / file).read_text() for file in self.files), self.checks()])
+
+
 @functools.cache
-def module(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], device: int):
-    """The module of ``files`` (beside this one, concatenated) for the device."""
-    here = Path(__file__).parent
-    source = "\n".join((here / f).read_text() for f in files)
+def module(source: Source, defines: tuple[tuple[str, int], ...], device: int):
+    """The module of ``source`` for the device."""
     arch = arch_of(torch.cuda.get_device_capability(device))
-    cubin = compile_cubin(source, arch, dict(defines), files[-1])
+    cubin = compile_cubin(source.text(), arch, dict(defines), source.name)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the primary context current

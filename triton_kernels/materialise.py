@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import POSITION, load_row, mean_rows
+from .tile import POSITION, TURN, load_row, mean_rows
 from .views import LayerView
 
 
@@ -15,8 +15,8 @@ def decode_rows(
     blocks, slot, ok, head, KV: tl.constexpr, grid, mean, FORM: tl.constexpr,
     TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]. ``mean``: w A [TB, D]
-    of POSITION's keys, else not read."""
+    """``CodecSpec.decode_k`` / ``decode_v`` of ``slot`` [TB] -> float32 [TB, D]. ``mean``: w A
+    [TB, D] of POSITION's keys, else not read."""
     values, step, lo = load_row(blocks, grid, slot, ok, head, KV, FORM, TB, Hk, D)
     if KV == 0 and FORM % 8 == POSITION:
         y = values * step[:, None] + lo[:, None] * mean
@@ -36,7 +36,7 @@ def _mean_kernel(
     b = tl.arange(0, BB)
     start = tl.load(starts + b, b < B, 0).to(tl.int64)
     n = (tl.load(indptr + b + 1, b < B, 0) - tl.load(indptr + b, b < B, 0)).to(tl.int64)
-    asked = (n > 0) & (start < (first + TN) * 16) & (start + n > first * 16)
+    asked = (n > 0) & (start < (first + TN) * TURN) & (start + n > first * TURN)
     if tl.max(asked.to(tl.int32), 0) > 0:
         tile = first + tl.arange(0, TN)
         ok = tile < tiles
@@ -55,7 +55,7 @@ def _copy_tile(src, src_at, dst, dst_at, ok, Hk: tl.constexpr, D: tl.constexpr, 
 @triton.jit
 def _materialise_kernel(
     out_k, out_v, rows, starts, indptr, hist_end, req_to_token, stride_req,
-    blocks, grid, means, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
+    blocks, grids, means, sink_k, sink_v, ring_k, ring_v, n_sink, n_recent,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1)
@@ -77,11 +77,11 @@ def _materialise_kernel(
             cols = tl.arange(0, D)[None, :]
             mean = 0.0
             if FORM % 8 == POSITION:
-                at = ((pos // 16 * Hk + head) * D)[:, None] + cols
+                at = ((pos // TURN * Hk + head) * D)[:, None] + cols
                 mean = tl.load(means + at, history[:, None], 0.0)
-            k = decode_rows(blocks, slot, history, head, 0, grid, mean, FORM, TB, Hk, D)
+            k = decode_rows(blocks, slot, history, head, 0, grids, mean, FORM, TB, Hk, D)
             tl.store(out_k + dst[:, None] + cols, k.to(out_k.dtype.element_ty), history[:, None])
-            v = decode_rows(blocks, slot, history, head, 1, grid, mean, FORM, TB, Hk, D)
+            v = decode_rows(blocks, slot, history, head, 1, grids, mean, FORM, TB, Hk, D)
             tl.store(out_v + dst[:, None] + cols, v.to(out_v.dtype.element_ty), history[:, None])
         if tl.max((ok & (history == 0)).to(tl.int32), 0) > 0:
             sink_at = row * n_sink + pos
@@ -118,11 +118,29 @@ def materialise(
     means = view.blocks if view.means is None else _means(view, starts, indptr)
     grid = (triton.cdiv(max_len, tile), len(rows), kv_heads)
     _materialise_kernel[grid](
-        out_k, out_v, rows, starts, indptr, hist_end, req_to_token, req_to_token.stride(0),
-        view.blocks.view(torch.uint16), view.grid, means, view.sink_k, view.sink_v, view.ring_k,
-        view.ring_v, view.windows.n_sink, view.windows.n_recent,
-        view.form, tile, kv_heads, dim, num_warps=4,
-    )  # fmt: skip
+        out_k=out_k,
+        out_v=out_v,
+        rows=rows,
+        starts=starts,
+        indptr=indptr,
+        hist_end=hist_end,
+        req_to_token=req_to_token,
+        stride_req=req_to_token.stride(0),
+        blocks=view.blocks.view(torch.uint16),
+        grids=view.grid,
+        means=means,
+        sink_k=view.sink_k,
+        sink_v=view.sink_v,
+        ring_k=view.ring_k,
+        ring_v=view.ring_v,
+        n_sink=view.windows.n_sink,
+        n_recent=view.windows.n_recent,
+        FORM=view.form,
+        TB=tile,
+        Hk=kv_heads,
+        D=dim,
+        num_warps=4,
+    )
 
 
 def _means(view: LayerView, starts: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -132,7 +150,18 @@ def _means(view: LayerView, starts: torch.Tensor, indptr: torch.Tensor) -> torch
     out = torch.empty((tiles, view.kv_heads, dim), dtype=torch.float32, device=starts.device)
     grid = (triton.cdiv(tiles, block), view.kv_heads)
     _mean_kernel[grid](
-        out, m.turns, m.lift, m.units, starts, indptr, len(starts), tiles,
-        triton.next_power_of_2(len(starts)), block, view.kv_heads, dim, num_warps=4,
-    )  # fmt: skip
+        out=out,
+        turns=m.turns,
+        lift=m.lift,
+        units=m.units,
+        starts=starts,
+        indptr=indptr,
+        B=len(starts),
+        tiles=tiles,
+        BB=triton.next_power_of_2(len(starts)),
+        TN=block,
+        Hk=view.kv_heads,
+        D=dim,
+        num_warps=4,
+    )
     return out

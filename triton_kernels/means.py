@@ -54,22 +54,17 @@ class Means(NamedTuple):
         ``LayerParams``. Raises ValueError without a context."""
         if context < 1:
             raise ValueError("codec position needs to know how long a context may be")
-        ropes = list(dict.fromkeys(spec.rope for spec in specs))
+        of_layers = [spec.meta.rope for spec in specs]
+        ropes = list(dict.fromkeys(of_layers))
         tiles, device = -(-context // TILE), params[0].mean.device
         tables = torch.stack([r.table(tiles)[:, _places(r.pairs)] for r in ropes])
-        which = torch.tensor([ropes.index(spec.rope) for spec in specs], dtype=torch.int32)
-        layers = [_tensors(s.rope, p) for s, p in zip(specs, params, strict=True)]
+        which = torch.tensor([ropes.index(rope) for rope in of_layers], dtype=torch.int32)
+        layers = [_tensors(rope, p) for rope, p in zip(of_layers, params, strict=True)]
         stacked = (torch.stack(some).contiguous() for some in zip(*layers, strict=True))
         return cls(tables.to(device), which.to(device), *stacked)
 
     def layer(self, i: int) -> LayerMeans:
         return LayerMeans(self.tables[int(self.which[i])], *(x[i] for x in self[2:]))
-
-
-def floats_per_head(head_dim: int) -> int:
-    """Float32 numbers that ``Means`` takes for a layer and KV head, tables apart; ``partner``, of
-    the layer, is counted for each head."""
-    return head_dim * head_dim + 3 * head_dim + 2
 
 
 def _places(pairs: Sequence[int]) -> torch.Tensor:

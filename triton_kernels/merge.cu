@@ -1,5 +1,5 @@
 // Merge of the splits of attend.cu, with the inverse V rotation. After common.cu and rows.cu; needs
-// MERGE_ROWS, the query heads a CTA finishes at a time (a divisor of GROUP or more).
+// MERGE_ROWS, the query heads a CTA finishes at a time (a divisor of GROUP or more), and MERGE_WARPS.
 //
 // A CTA keeps its KV head's matrix in registers - loaded before the attend kernel has finished,
 // since it never changes - and walks over its share of the query tokens. Other CTAs encode the rows
@@ -19,7 +19,6 @@ struct MergeArgs {
   MeanArgs mean;         // POSITION
 };
 
-constexpr int MERGE_WARPS = 8;
 constexpr int OUT = D / MERGE_WARPS;      // output channels of a warp
 
 template <int N> struct Vec { float v[N]; };

@@ -75,8 +75,20 @@ def merge(
     kv_heads, dim = view.kv_heads, view.head_dim
     group = out.shape[1] // kv_heads
     _merge_kernel[(part.batch * max_q, kv_heads)](
-        out, part.ml if lse is None else lse, part.o, part.ml, part.plan, view.params.r_v,
-        part.columns, max_q, lse is not None,
-        max(16, triton.next_power_of_2(group)), kv_heads, group, dim, min(64, dim), num_warps=4,
-    )  # fmt: skip
+        out=out,
+        lse=part.ml if lse is None else lse,
+        o=part.o,
+        ml=part.ml,
+        plan=part.plan,
+        r_v=view.params.r_v,
+        columns=part.columns,
+        max_q=max_q,
+        HAS_LSE=lse is not None,
+        GP=max(16, triton.next_power_of_2(group)),
+        Hk=kv_heads,
+        G=group,
+        D=dim,
+        BC=min(64, dim),
+        num_warps=4,
+    )
     return out

@@ -39,8 +39,6 @@ constexpr bool BYTES = META_FORM == COMPACT || META_FORM == POSITION;
 constexpr bool K_LO = META_FORM == AFFINE || BYTES;   // a token's keys have a lo of their own
 constexpr bool V_LO = META_FORM != SCALE;
 constexpr float LO_UNIT = BYTES ? 1048576.f : 1.f;    // what Decoder's lo count in
-constexpr int PAGE = 128;                 // tokens that share channels, consecutive slots
-constexpr int CHANNELS = META_FORM == CHANNEL ? 4 * D : 0;           // bytes of a page's channels, one head
 
 // Token: metadata as they are stored, of token row + more of a block, where a lane's `row` never changes. Decoder: what
 // they mean; `products` is the unit of the products of K, `zero` is Args::zero. What value_lo gives a token counts in

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .layout import WindowLayout
+from .tile import BLOCK
 
 WINDOW_TOKENS = tl.constexpr(16)
 WINDOW_COST = tl.constexpr(4)
@@ -41,7 +42,7 @@ def request_chunks(seq_len, hist_end, n_sink):
     """(sink chunks, recent chunks, history tiles) of a request; scalars or vectors."""
     sink = tl.minimum(seq_len, n_sink)
     recent = tl.maximum(seq_len - tl.maximum(n_sink, hist_end), 0)
-    tiles = (hist_end - n_sink // 16 * 16 + TILE_TOKENS - 1) // TILE_TOKENS
+    tiles = (hist_end - n_sink // BLOCK * BLOCK + TILE_TOKENS - 1) // TILE_TOKENS
     tiles = tl.where(hist_end > n_sink, tiles, 0)
     pad = WINDOW_TOKENS - 1
     return (sink + pad) // WINDOW_TOKENS, (recent + pad) // WINDOW_TOKENS, tiles
@@ -62,7 +63,7 @@ def _plan_kernel(
     else:
         q_start = b
         q_len = ok.to(tl.int32)
-    fresh_from = tl.load(recent_start + row, ok, 0).to(tl.int32)
+    fresh_from = tl.load(recent_start + row, ok, 0).to(tl.int32)  # below: ``first_exact``
     low = tl.maximum(tl.maximum(fresh_from, seq_len - n_recent), 0)
     hist_end = tl.maximum((low + block - 1) // block * block, n_sink)
     hist_end = tl.maximum(tl.minimum(seq_len - q_len, hist_end), 0)
@@ -128,10 +129,22 @@ def plan_attend(
     batch = len(rows)
     padded = triton.next_power_of_2(batch)
     _plan_kernel[(1,)](
-        plan, rows, seq_lens, recent_start, rows if q_indptr is None else q_indptr,
-        batch, splits, min_units, windows.n_sink, windows.n_recent, block, q_indptr is not None,
-        padded, max(16, min(256, 8192 // padded)), num_warps=8,
-    )  # fmt: skip
+        plan=plan,
+        rows=rows,
+        seq_lens=seq_lens,
+        recent_start=recent_start,
+        q_indptr=rows if q_indptr is None else q_indptr,
+        B=batch,
+        splits=splits,
+        min_units=min_units,
+        n_sink=windows.n_sink,
+        n_recent=windows.n_recent,
+        block=block,
+        RAGGED=q_indptr is not None,
+        BB=padded,
+        BS=max(16, min(256, 8192 // padded)),
+        num_warps=8,
+    )
     return plan
 
 
@@ -175,10 +188,9 @@ def claim_sinks(
     claim        [C] int32  scratch, all -1 before and after
     cache_index  [T] int    receives the row each token writes, or -1
     """
-    n, rows, block = len(slots), len(tag), 128
+    n, block = len(slots), 128
     grid = (triton.cdiv(n, block),)
-    _bid_kernel[grid](claim, positions, slots, n, n_sink, rows, block, num_warps=4)
-    _settle_kernel[grid](
-        claim, tag, cache_index, positions, slots, n, n_sink, rows, block, num_warps=4
-    )
+    step = dict(claim=claim, positions=positions, slots=slots, T=n, n_sink=n_sink, rows=len(tag))
+    _bid_kernel[grid](**step, BT=block, num_warps=4)
+    _settle_kernel[grid](**step, tag=tag, cache_index=cache_index, BT=block, num_warps=4)
     return cache_index

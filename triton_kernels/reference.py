@@ -27,15 +27,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import codec_omni
 from .codec import (
     CodecSpec,
     LayerParams,
-    Rows,
-    decode_k,
-    decode_v,
-    encode_k,
-    encode_v,
     rotate,
 )
 from .layout import WindowLayout
@@ -68,13 +62,13 @@ class Segments:
     @functools.cached_property
     def grids(self) -> torch.Tensor | None:
         """Metadata grids of all layers [L, Hk, 2, 3] float32, if the codec has any."""
-        has = self.spec.has_grid
+        has = self.params[0].grid is not None
         return torch.stack([p.grid for p in self.params]) if has else None
 
     @functools.cached_property
     def means(self) -> Means | None:
         """What the kernels of codec ``position`` read besides ``params``."""
-        if self.spec.meta != "position":
+        if self.params[0].mean is None:
             return None
         return Means.of(self.specs, self.params, self.context)
 
@@ -101,13 +95,22 @@ class Batch:
     sink_index: torch.Tensor
 
 
+def first_exact(
+    seq_lens: torch.Tensor, recent_start: torch.Tensor, n_sink: int, n_recent: int, block: int = 1
+) -> torch.Tensor:
+    """First position after the sink, [B] int64, whose row is exact for the last token of contexts
+    of ``seq_lens`` [B] tokens: the ring holds ``n_recent``, from ``recent_start`` [B] on. The
+    kernels' copy of it is in ``plan``."""
+    low = torch.maximum(recent_start, seq_lens - n_recent)
+    return (low + (-low) % block).clamp_min(n_sink)
+
+
 def history_end(
     prefix_lens: torch.Tensor, recent_start: torch.Tensor, windows: WindowLayout, block: int = 1
 ) -> torch.Tensor:
     """End of the history segment, [B] int64 (see the module docstring)."""
-    low = torch.maximum(recent_start, prefix_lens + 1 - windows.n_recent)
-    low = low + (-low) % block
-    return torch.minimum(prefix_lens, low.clamp_min(windows.n_sink))
+    exact = first_exact(prefix_lens + 1, recent_start, windows.n_sink, windows.n_recent, block)
+    return torch.minimum(prefix_lens, exact)
 
 
 def plan_batch(
@@ -183,8 +186,8 @@ def store(seg: Segments, layer: int, batch: Batch, k: torch.Tensor, v: torch.Ten
         seg.history.write(
             layer,
             batch.slots,
-            encode_k(spec, params, k_rot, batch.positions),
-            encode_v(spec, params, v_rot),
+            spec.encode_k(params, k_rot, batch.positions),
+            spec.encode_v(params, v_rot),
         )
 
 
@@ -208,26 +211,22 @@ def seal(seg: Segments, layer: int, batch: Batch, k_rot: torch.Tensor, v_rot: to
             limit = torch.finfo(k_old.dtype).max  # an infinity would spoil the channel's range
             k = torch.cat([k_old, k_rot[fresh].to(k_old.dtype)]).float().clamp(-limit, limit)
             v = torch.cat([v_old, v_rot[fresh].to(v_old.dtype)]).float().clamp(-limit, limit)
-            key = codec_omni.encode_k(k, max(0, n_sink - first), seg.spec.token_norm)
+            k_rows, v_rows, channels = seg.spec.meta.encode_block(k, v, max(0, n_sink - first))
             # A block is a page, so its slots are consecutive.
             slots = batch.slots[fresh.stop - 1] + torch.arange(1 - block, 1, device=k.device)
-            k_rows = Rows(key.packed, key.norm[..., None])
-            seg.history.channels[layer][slots[-1] // block] = key.meta
-            seg.history.write(layer, slots, k_rows, codec_omni.encode_v(v))
+            seg.history.channels[layer][slots[-1] // block] = channels
+            seg.history.write(layer, slots, k_rows, v_rows)
 
 
 def read_history(
     seg: Segments, layer: int, slots: torch.Tensor, positions: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Decoded K and V rows [T, Hk, D] float32 of ``slots`` [T] int64, still rotated, which hold the
-    tokens at ``positions`` [T] int64 of their requests (``decode_k``)."""
+    tokens at ``positions`` [T] int64 of their requests (``CodecSpec.decode_k``)."""
     spec, params = seg.specs[layer], seg.params[layer]
     k, v = seg.history.read(layer, slots)
-    if seg.spec.block > 1:
-        channels = seg.history.channels[layer][slots // seg.spec.block]
-        key = codec_omni.KeyBlock(k.packed, k.meta[..., 0], channels)
-        return codec_omni.decode_k(key), codec_omni.decode_v(v)
-    return decode_k(spec, params, k, positions), decode_v(spec, params, v)
+    channels = seg.history.channels[layer][slots // spec.block] if spec.block > 1 else None
+    return spec.decode_k(params, k, positions, channels), spec.decode_v(params, v)
 
 
 def materialise(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .materialise import decode_rows
-from .tile import POSITION, form_of, mean_rows
+from .tile import POSITION, TURN, form_of, mean_rows
 
 HITS, MISSES, REQUESTS = range(3)
 _TILE = 16
@@ -18,7 +18,7 @@ _TILE = 16
 
 @triton.jit
 def _restore_kernel(
-    sink_k, sink_v, cache_k, cache_v, blocks, grids, tables, which, lifts, units, tag,
+    sink_k, sink_v, cache_k, cache_v, blocks, grids, tables, which, lift, units, tag,
     req_to_token, rows, prefix_lens, started, counters, layers, block_offsets,
     stride_req, sink_layer, cache_layer, grid_layer, table_stride, n_sink, cache_rows, COUNTS,
     FORM: tl.constexpr, TB: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr,
@@ -41,15 +41,14 @@ def _restore_kernel(
     mine = blocks + tl.load(block_offsets + layer) // 2
     grid = grids + layer.to(tl.int64) * grid_layer
     turns = tables
-    lift = lifts
     if FORM % 8 == POSITION:
         turns += tl.load(which + layer) * table_stride
         lift += layer.to(tl.int64) * (Hk * D * D)
         units += layer * (Hk * 2)
     mean = 0.0
     if FORM % 8 == POSITION:  # the program's positions are one tile of them
-        tile = tl.program_id(1) * (TB // 16) + tl.arange(0, 16)
-        rows_of_means = mean_rows(turns, lift, units, tile, tile * 16 < n_sink, head, 16, D)
+        tile = tl.program_id(1) * (TB // TURN) + tl.arange(0, 16)
+        rows_of_means = mean_rows(turns, lift, units, tile, tile * TURN < n_sink, head, 16, D)
         mean = tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, rows_of_means, 0.0), 0)[None, :]
     k = tl.load(cache_k + src, hit[:, None], 0.0).to(tl.float32)
     decoded = decode_rows(mine, slot, miss, head, 0, grid, mean, FORM, TB, Hk, D)
@@ -103,15 +102,38 @@ def restore_sinks(
         grids = history.channels.stack
     else:
         grids = blocks if seg.grids is None else seg.grids
-    m = seg.means
-    means = [blocks] * 4 if m is None else [m.tables, m.which, m.lift, m.units]
+    m, names = seg.means, ("tables", "which", "lift", "units")
+    means = {name: blocks if m is None else getattr(m, name) for name in names}
     forms = tuple(form_of(spec) for spec in seg.specs)
     for i, (form, layers) in enumerate(_by_form(forms, blocks.device)):
         grid = (len(rows), triton.cdiv(n_sink, _TILE), len(layers) * kv_heads)
         _restore_kernel[grid](
-            windows.sink_k.stack, windows.sink_v.stack, sinks.k.stack, sinks.v.stack, blocks,
-            grids, *means, sinks.tag, req_to_token, rows, prefix_lens, started, counters, layers,
-            history.offsets, req_to_token.stride(0), windows.sink_k.stack.stride(0),
-            sinks.k.stack.stride(0), grids.stride(0), means[0].stride(0), n_sink, len(sinks.tag),
-            int(i == 0), form, _TILE, kv_heads, dim, num_warps=4,
-        )  # fmt: skip
+            sink_k=windows.sink_k.stack,
+            sink_v=windows.sink_v.stack,
+            cache_k=sinks.k.stack,
+            cache_v=sinks.v.stack,
+            blocks=blocks,
+            grids=grids,
+            **means,
+            tag=sinks.tag,
+            req_to_token=req_to_token,
+            rows=rows,
+            prefix_lens=prefix_lens,
+            started=started,
+            counters=counters,
+            layers=layers,
+            block_offsets=history.offsets,
+            stride_req=req_to_token.stride(0),
+            sink_layer=windows.sink_k.stack.stride(0),
+            cache_layer=sinks.k.stack.stride(0),
+            grid_layer=grids.stride(0),
+            table_stride=means["tables"].stride(0),
+            n_sink=n_sink,
+            cache_rows=len(sinks.tag),
+            COUNTS=int(i == 0),
+            FORM=form,
+            TB=_TILE,
+            Hk=kv_heads,
+            D=dim,
+            num_warps=4,
+        )

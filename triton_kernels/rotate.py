@@ -94,9 +94,19 @@ def rotate_queries(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     assert x.stride()[1:] == (dim, 1)
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     _rotate_kernel[_grid(tokens, heads, len(r))](
-        out, x, r, tokens, x.stride(0), heads // len(r), heads, dim, _ROWS, min(dim, _CHANNELS),
-        num_warps=8, num_stages=2,
-    )  # fmt: skip
+        out=out,
+        x=x,
+        r=r,
+        T=tokens,
+        stride_t=x.stride(0),
+        G=heads // len(r),
+        H=heads,
+        D=dim,
+        BT=_ROWS,
+        BC=min(dim, _CHANNELS),
+        num_warps=8,
+        num_stages=2,
+    )
     return out
 
 
@@ -118,7 +128,22 @@ def join_prefix(
     tokens, heads, dim = part.shape
     assert part.is_contiguous() and fresh.is_contiguous() and out.is_contiguous()
     _join_kernel[_grid(tokens, heads, len(r))](
-        out, part, part_lse, fresh, fresh_lse, r, tokens, *part_lse.stride(), *fresh_lse.stride(),
-        heads // len(r), heads, dim, _ROWS, min(dim, _CHANNELS),
-        num_warps=8, num_stages=2,
-    )  # fmt: skip
+        out=out,
+        part=part,
+        part_lse=part_lse,
+        fresh=fresh,
+        fresh_lse=fresh_lse,
+        r=r,
+        T=tokens,
+        stride_part_t=part_lse.stride(0),
+        stride_part_h=part_lse.stride(1),
+        stride_fresh_t=fresh_lse.stride(0),
+        stride_fresh_h=fresh_lse.stride(1),
+        G=heads // len(r),
+        H=heads,
+        D=dim,
+        BT=_ROWS,
+        BC=min(dim, _CHANNELS),
+        num_warps=8,
+        num_stages=2,
+    )

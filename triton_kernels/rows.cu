@@ -1,6 +1,6 @@
 // Rows of K, V and q: rotation, 2-bit codes, packing. After common.cu; with K_RANK, V_RANK (1: rank
 // rule, 0: shrink rule), FEEDBACK (error feedback for K) and ACCURATE (and codec_accurate's search) it
-// also encodes.
+// also encodes. ROWS: of a tile of an MMA; HALF_STRIDE: of a row of FP16 in shared memory.
 //
 // Rotation: x is exact in 16 bits and R is the sum of three 16-bit matrices, so three MMAs give
 // float32 accuracy (two for queries, which are not quantised); a warp keeps the fragments of 8
@@ -8,7 +8,7 @@
 // over blocks of VEC channels: the lane that owns a block finds its codes, then all lanes apply its
 // errors.
 
-constexpr int ROWS = 16, VEC = D / 32, KSTEPS = D / 16;
+constexpr int VEC = D / 32, KSTEPS = D / 16;
 constexpr float ROUND_MAGIC = 12582912.f;             // 1.5 * 2^23: adding it rounds to even
 constexpr float MAX_HALF = 65504.f, MAX_FLOAT = 3.4028235e38f;
 #if WINDOW_BF16
@@ -417,7 +417,6 @@ DEV void finish_key(const CodeArgs& c, int head, i64 slot, const Key& key, const
   write_codes<K_BITS>(c.blocks + ((slot >> 4) * HK + head) * HB, (int)(slot & 15), 0, code, {key.step, lo, bytes});
 }
 // The tile of 16 FP16 rows between the two, padded so that a warp reads it without conflicts.
-constexpr int HALF_STRIDE = D + 32;
 DEV void load_half_rows(Rows& rows, const u16* tile, int g, int t, bool upper) {
   load_rows(rows, tile + g * HALF_STRIDE, upper ? tile + (g + 8) * HALF_STRIDE : nullptr, t);
 }

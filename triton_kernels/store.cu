@@ -1,4 +1,5 @@
-// Store fresh q, k, v. After common.cu and rows.cu. Two kernels:
+// Store fresh q, k, v. After common.cu and rows.cu; needs WARPS of store (one for 8 columns, and per row), Y_STRIDE of a
+// float row in shared memory. Two kernels:
 //
 // store: everything at once, for prefill. A CTA owns one KV head of one part (K, V or the head's
 // queries) and walks over tiles of 16 rows: all its warps rotate the tile, then each encodes a row.
@@ -27,9 +28,6 @@ struct StoreArgs {
   const float* r_q;      // [HK, D, D]: r_k, but for POSITION
   MeanArgs mean;         // POSITION
 };
-
-constexpr int WARPS = D / 8 > ROWS ? D / 8 : ROWS;    // of store: a warp per 8 columns, and per row
-constexpr int Y_STRIDE = D + 4;
 
 DEV const u16* kv_row(const StoreArgs& a, bool key, int token, int head) {
   return (key ? a.k + token * a.stride_k : a.v + token * a.stride_v) + head * D;

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from . import cuda_store
-from .codec_accurate import MAX_GAIN, RATIOS
+from .codec_accurate import MAX_GAIN, RATIOS, Accurate
+from .codec_parts import Feedback, Round
 from .codec_position import SPREADS
 from .rows import plain_codes, rotate_rows, write_history, write_row
 from .seal import seal
@@ -25,6 +26,7 @@ from .tile import (
     CHANNEL,
     POSITION,
     SCALE,
+    TURN,
     interpreted,
     inverse_step,
     mean_rows,
@@ -40,8 +42,7 @@ from .views import LayerView, TokenBatch
 logger = logging.getLogger(__name__)
 
 _TOKENS = 16  # of a program: the least a tensor-core tile takes
-_ROUND, _FEEDBACK, _ACCURATE = map(tl.constexpr, range(3))
-_SEARCHES = {"round": 0, "feedback": 1, "accurate": 2, "unbiased": 3}
+_ROUND, _FEEDBACK, _ACCURATE = (tl.constexpr(s.number) for s in (Round, Feedback, Accurate))
 _LOW_RATIO, _HIGH_RATIO = map(tl.constexpr, RATIOS)
 _MAX_GAIN = tl.constexpr(MAX_GAIN)
 _SPREAD, _SPREAD_OF_4_BITS = map(tl.constexpr, (SPREADS[2], SPREADS[4]))
@@ -157,7 +158,7 @@ def _encode_key(
     LEVELS: tl.constexpr = 3 if FORM // 8 % 2 == 0 else 15
     SPREAD: tl.constexpr = _SPREAD if FORM // 8 % 2 == 0 else _SPREAD_OF_4_BITS
     _, share = storable(share, share, grid, head, 0, FORM)
-    y -= share[:, None] * mean_rows(turns, lift, units, pos // 16, ok, head, TB, D)
+    y -= share[:, None] * mean_rows(turns, lift, units, pos // TURN, ok, head, TB, D)
     step = tl.sqrt_rn(tl.sum(y * y, 1) / D) * (2 * SPREAD / LEVELS)
     step, _ = storable(step, share, grid, head, 0, FORM)
     lo = -0.5 * LEVELS * step
@@ -178,7 +179,7 @@ def _encode(
     y, ratio, rank, factor, metric, grid, head, KV: tl.constexpr, SEARCH: tl.constexpr,
     RANK_RULE: tl.constexpr, FORM: tl.constexpr, TB: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``codec.encode_k`` / ``encode_v``: y [TB, D] -> codes int32, storable step and lo [TB]."""
+    """``CodecSpec.encode_k`` / ``encode_v``: y [TB, D] -> codes int32, storable step, lo [TB]."""
     if FORM == SCALE:
         step = row_scale(y, D)
         lo = tl.zeros_like(step)
@@ -198,7 +199,7 @@ def _encode(
 
 @triton.jit
 def _store_kernel(
-    q, k, v, q_rot, q_half, r_q, r_k, r_v, factor, metric, grid,
+    q, k, v, q_rot, q_half, r_q, r_k, r_v, factor, metric, grids,
     turns, lift, mix, partner, units, rows, positions, ends, slots, cache_index,
     blocks, sink_k, sink_v, ring_k, ring_v, cache_k, cache_v,
     T, stride_q, stride_k, stride_v, n_sink, n_recent,
@@ -236,21 +237,21 @@ def _store_kernel(
             write_row(cache_k, cached, ok & (cached >= 0), head, y, Hk, D)
             if FORM % 8 == POSITION:
                 mixed = _mixed(k, stride_k, t, ok, head * D, mix, partner, head, D)
-                at = (pos // 16)[:, None] * D + tl.arange(0, D)[None, :]
+                at = (pos // TURN)[:, None] * D + tl.arange(0, D)[None, :]
                 turn = tl.load(turns + at, ok[:, None], 0.0).to(tl.float32)
                 share = tl.sum(mixed * turn, 1)
                 share *= tl.load(units + head * 2)
                 codes, step, lo = _encode_key(
-                    y, share, pos, ok, factor + head * D * D, metric + head * D * D, grid, turns,
+                    y, share, pos, ok, factor + head * D * D, metric + head * D * D, grids, turns,
                     lift, units, head, FORM, TB, D,
                 )  # fmt: skip
-                write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
+                write_history(blocks, grids, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
             elif FORM != CHANNEL:  # ``seal`` writes the history of a block codec
                 codes, step, lo = _encode(
-                    y, k_ratio, k_rank, factor + head * D * D, metric + head * D * D, grid, head, 0,
-                    SEARCH, K_RANK, FORM, TB, D,
+                    y, k_ratio, k_rank, factor + head * D * D, metric + head * D * D, grids, head,
+                    0, SEARCH, K_RANK, FORM, TB, D,
                 )  # fmt: skip
-                write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
+                write_history(blocks, grids, FORM, slot, ok, head, codes, step, lo, 0, TB, Hk, D)
         else:
             y = rotate_rows(v + head * D, r_v, stride_v, t, ok, head, TB, D)
             write_row(sink_v, sink_at, in_sink, head, y, Hk, D)
@@ -258,9 +259,9 @@ def _store_kernel(
             write_row(cache_v, cached, ok & (cached >= 0), head, y, Hk, D)
             if FORM != CHANNEL:
                 codes, step, lo = _encode(
-                    y, v_ratio, v_rank, factor, metric, grid, head, 1, _ROUND, V_RANK, FORM, TB, D
+                    y, v_ratio, v_rank, factor, metric, grids, head, 1, _ROUND, V_RANK, FORM, TB, D
                 )
-                write_history(blocks, grid, FORM, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
+                write_history(blocks, grids, FORM, slot, ok, head, codes, step, lo, 1, TB, Hk, D)
 
 
 @functools.cache  # once each
@@ -313,19 +314,51 @@ def store(
     group = heads // kv_heads
     means = view.means
     assert q_rot is None or q_rot.shape[2] == view.query_width
-    tables = [params.r_k] * 5 if means is None else means[:5]
+    names = ("turns", "lift", "mix", "partner", "units")
+    tables = {name: params.r_k if means is None else getattr(means, name) for name in names}
     queries = q if q_rot is None else q_rot
     halves = queries.view(torch.float16) if means is not None and q_rot is not None else queries
     grid = (triton.cdiv(tokens_n, _TOKENS), kv_heads, 2 + (group if q_rot is not None else 0))
     _store_kernel[grid](
-        q, k, v, queries, halves,
-        view.q_matrix, params.r_k, params.r_v, factor, metric, view.grid, *tables,
-        *tokens, view.blocks.view(torch.uint16), *view[3:9],
-        tokens_n, q.stride(0), k.stride(0), v.stride(0),
-        view.windows.n_sink, view.windows.n_recent,
-        k_range.half_ratio, v_range.half_ratio, k_range.rank(dim), v_range.rank(dim),
-        k_range.kind == "rank", v_range.kind == "rank",
-        _SEARCHES[view.spec.search], view.form, _TOKENS, kv_heads, group, dim,
-        num_warps=4, **({} if interpreted() else {"enable_fp_fusion": False}),
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        q_rot=queries,
+        q_half=halves,
+        r_q=view.q_matrix,
+        r_k=params.r_k,
+        r_v=params.r_v,
+        factor=factor,
+        metric=metric,
+        grids=view.grid,
+        **tables,
+        **tokens._asdict(),
+        blocks=view.blocks.view(torch.uint16),
+        sink_k=view.sink_k,
+        sink_v=view.sink_v,
+        ring_k=view.ring_k,
+        ring_v=view.ring_v,
+        cache_k=view.cache_k,
+        cache_v=view.cache_v,
+        T=tokens_n,
+        stride_q=q.stride(0),
+        stride_k=k.stride(0),
+        stride_v=v.stride(0),
+        n_sink=view.windows.n_sink,
+        n_recent=view.windows.n_recent,
+        k_ratio=k_range.half_ratio,
+        v_ratio=v_range.half_ratio,
+        k_rank=k_range.rank(dim),
+        v_rank=v_range.rank(dim),
+        K_RANK=k_range.kind == "rank",
+        V_RANK=v_range.kind == "rank",
+        SEARCH=view.spec.search.number,
+        FORM=view.form,
+        TB=_TOKENS,
+        Hk=kv_heads,
+        G=group,
+        D=dim,
+        num_warps=4,
+        **({} if interpreted() else {"enable_fp_fusion": False}),
+    )
     return q_rot

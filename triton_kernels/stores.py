@@ -69,7 +69,7 @@ class HistoryStore:
     def num_bytes(self) -> int:
         return nbytes(self.base, *self.channels)
 
-    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes of K and V [num_blocks, Hk, chunks, BLOCK, chunk_bytes], and the metadata
         [num_blocks, Hk, BLOCK, M]."""
         h = self.layouts[layer]
@@ -84,7 +84,7 @@ class HistoryStore:
 
     def write(self, layer: int, slots: torch.Tensor, k: Rows, v: Rows) -> None:
         """Write encoded rows [T, Hk, ...] to ``slots`` [T] int64 (distinct, except padding 0)."""
-        k_codes, v_codes, meta = self._views(layer)
+        k_codes, v_codes, meta = self.views(layer)
         block, token = slots // BLOCK, slots % BLOCK
         for codes, packed in ((k_codes, k.packed), (v_codes, v.packed)):
             codes[block, :, :, token] = packed.unflatten(-1, (-1, codes.shape[-1]))
@@ -92,7 +92,7 @@ class HistoryStore:
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[Rows, Rows]:
         """Encoded K and V rows [T, Hk, ...] of ``slots`` [T] int64."""
-        k_codes, v_codes, meta = self._views(layer)
+        k_codes, v_codes, meta = self.views(layer)
         block, token = slots // BLOCK, slots % BLOCK
         k, v = (codes[block, :, :, token].flatten(-2) for codes in (k_codes, v_codes))
         k_meta, v_meta = meta[block, :, token].tensor_split([self.layouts[layer].k_meta], -1)

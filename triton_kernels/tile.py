@@ -2,7 +2,7 @@
 
 Everything is row-major ``[rows, D]`` in natural channel order; a packed row is ``D/8`` 16-bit
 halves (``layout``). Block addresses count 16-bit units. FORM is what a row's metadata are
-(``codec.CodecSpec.meta``): AFFINE two halves, COMPACT and POSITION one half of two bytes, SCALE one
+(``codec_parts.Metadata``): AFFINE two halves, COMPACT and POSITION one half of two bytes, SCALE one
 half, CHANNEL one of K and two of V; in bits 3 and 4 it says whether K's and V's codes have 4 bits.
 Every form is read as ``values * step + lo``: the values are the codes, the levels of
 ``codec_lloyd``, the unit keys of ``codec_omni``, whose step is the norm, or the codes of K of
@@ -17,20 +17,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec_lloyd import INNER, OUTER, THRESHOLD
-from .codec_omni import BLOCK
+from . import codec_omni, codec_position, layout
+from .codec_compact import Compact
+from .codec_lloyd import INNER, OUTER, THRESHOLD, Scale
+from .codec_omni import Channel
+from .codec_parts import Affine
+from .codec_position import Position
 
-AFFINE, COMPACT, SCALE, CHANNEL, POSITION = map(tl.constexpr, range(5))
-FORMS = {"affine": 0, "compact": 1, "scale": 2, "channel": 3, "position": 4}
-PAGE = tl.constexpr(BLOCK)  # tokens that share channels
+_METADATA = Affine, Compact, Scale, Channel, Position  # by form
+FORMS = {meta.name: meta.form for meta in _METADATA}
+AFFINE, COMPACT, SCALE, CHANNEL, POSITION = (tl.constexpr(meta.form) for meta in _METADATA)
+PAGE = tl.constexpr(codec_omni.BLOCK)  # tokens that share channels
+TURN = tl.constexpr(codec_position.TILE)  # positions that share a row of the table of POSITION
+BLOCK = tl.constexpr(layout.BLOCK)  # slots of a block
+_CHUNK = tl.constexpr(layout.MAX_CHUNK_BYTES // 2)  # halves of a token that lie together
+# By form: halves of a token's metadata, and of those K's.
+_META = tl.constexpr(tuple(sum(m.numbers) * m.number_bytes // 2 for m in _METADATA))
+_K_META = tl.constexpr(tuple(m.numbers[0] * m.number_bytes // 2 for m in _METADATA))
 ROUND_MAGIC = tl.constexpr(12582912.0)  # adding 1.5 * 2^23 rounds |x| < 2^22 to even, as rint does
 FP16_MAX = tl.constexpr(65504.0)
 _INNER, _OUTER, _THRESHOLD = map(tl.constexpr, (INNER, OUTER, THRESHOLD))
 
 
 def form_of(spec) -> int:
-    """FORM of a ``codec.CodecSpec``."""
-    return FORMS[spec.meta] + 8 * (spec.k_bits == 4) + 16 * (spec.v_bits == 4)
+    """FORM of a ``codec.CodecSpec``. Raises ValueError where kernels have none."""
+    if spec.meta.form is None:
+        raise ValueError(
+            f"codec {spec.name} has no kernels: only the reference serves it, on a CPU"
+        )
+    return spec.meta.form + 8 * (spec.k_bits == 4) + 16 * (spec.v_bits == 4)
 
 
 def interpreted() -> bool:
@@ -57,9 +72,9 @@ def unpack_codes(halves, ROWS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr
 @triton.jit
 def head_base(slot, head, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr):
     """Offset of one head's block of ``slot`` [n] int64, 16-bit units -> [n] int64."""
-    META: tl.constexpr = 4 if FORM == AFFINE else (3 if FORM == CHANNEL else 2)
-    CODES: tl.constexpr = D * (4 + 2 * (FORM // 8 % 2) + 2 * (FORM // 16 % 2))
-    return ((slot // 16) * Hk + head) * (CODES + 16 * META)
+    META: tl.constexpr = _META[FORM % 8]
+    BITS: tl.constexpr = 4 + 2 * (FORM // 8 % 2) + 2 * (FORM // 16 % 2)  # K's and V's
+    return ((slot // BLOCK) * Hk + head) * (BLOCK * (BITS * D // 16 + META))
 
 
 @triton.jit
@@ -68,11 +83,11 @@ def half_offsets(
 ):
     """Offsets of the halves of K (KV=0) or V (KV=1) rows of ``slot`` [n] -> [n, halves] int64."""
     HALVES: tl.constexpr = D * (2 + 2 * (FORM // (8 << KV) % 2)) // 16  # of a row
-    CH: tl.constexpr = 8 if HALVES >= 8 else HALVES  # of a chunk
-    BEFORE: tl.constexpr = KV * D * (2 + 2 * (FORM // 8 % 2))  # of K
+    CH: tl.constexpr = _CHUNK if HALVES >= _CHUNK else HALVES
+    BEFORE: tl.constexpr = KV * BLOCK * (D * (2 + 2 * (FORM // 8 % 2)) // 16)  # of K
     i = tl.arange(0, HALVES)
-    token = (slot % 16).to(tl.int32)
-    inner = BEFORE + ((i // CH)[None, :] * 16 + token[:, None]) * CH + (i % CH)[None, :]
+    token = (slot % BLOCK).to(tl.int32)
+    inner = BEFORE + ((i // CH)[None, :] * BLOCK + token[:, None]) * CH + (i % CH)[None, :]
     return head_base(slot, head, FORM, Hk, D)[:, None] + inner
 
 
@@ -81,9 +96,11 @@ def meta_offset(
     slot, head, KV: tl.constexpr, FORM: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr
 ):
     """Offset of the first half of a K or V row's metadata -> [n] int64."""
-    META: tl.constexpr = 4 if FORM == AFFINE else (3 if FORM == CHANNEL else 2)
-    CODES: tl.constexpr = D * (4 + 2 * (FORM // 8 % 2) + 2 * (FORM // 16 % 2))
-    return head_base(slot, head, FORM, Hk, D) + CODES + (slot % 16) * META + META // 2 * KV
+    META: tl.constexpr = _META[FORM % 8]
+    K_META: tl.constexpr = _K_META[FORM % 8]
+    BITS: tl.constexpr = 4 + 2 * (FORM // 8 % 2) + 2 * (FORM // 16 % 2)
+    CODES: tl.constexpr = BLOCK * (BITS * D // 16)
+    return head_base(slot, head, FORM, Hk, D) + CODES + (slot % BLOCK) * META + K_META * KV
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 
 from .codec import CodecSpec, LayerParams, rotate
 from .codec_affine import to_half
-from .layout import WindowLayout
+from .layout import HistoryLayout, WindowLayout
 from .means import LayerMeans
 from .tile import form_of
 
@@ -16,6 +16,7 @@ from .tile import form_of
 class LayerView(NamedTuple):
     """One layer's cache and codec (letters as in ``layout``).
 
+    layout            of ``blocks``
     blocks            [N, Hk, block_bytes] uint8
     sink_k, sink_v    [R, n_sink, Hk, D]    model dtype, rotated
     ring_k, ring_v    [R, n_recent, Hk, D]  model dtype, rotated
@@ -26,6 +27,7 @@ class LayerView(NamedTuple):
     """
 
     spec: CodecSpec
+    layout: HistoryLayout
     params: LayerParams
     blocks: torch.Tensor
     sink_k: torch.Tensor
@@ -77,22 +79,22 @@ def layer_view(seg, layer: int) -> LayerView:
     """The tensors of ``layer`` of a ``reference.Segments``."""
     w = seg.windows
     view = LayerView(
-        seg.specs[layer],
-        seg.params[layer],
-        seg.history.blocks[layer],
-        w.sink_k[layer],
-        w.sink_v[layer],
-        w.recent_k[layer],
-        w.recent_v[layer],
-        seg.sinks.k[layer],
-        seg.sinks.v[layer],
-        seg.history.channels[layer] if seg.spec.block > 1 else None,
-        None if seg.means is None else seg.means.layer(layer),
+        spec=seg.specs[layer],
+        layout=seg.history.layouts[layer],
+        params=seg.params[layer],
+        blocks=seg.history.blocks[layer],
+        sink_k=w.sink_k[layer],
+        sink_v=w.sink_v[layer],
+        ring_k=w.recent_k[layer],
+        ring_v=w.recent_v[layer],
+        cache_k=seg.sinks.k[layer],
+        cache_v=seg.sinks.v[layer],
+        channels=seg.history.channels[layer] if seg.spec.block > 1 else None,
+        means=None if seg.means is None else seg.means.layer(layer),
     )
-    layout = seg.history.layouts[layer]
-    if layout != view.spec.layout(view.kv_heads, view.head_dim):
-        raise ValueError(f"codec {seg.spec.name} does not fill blocks of {layout}")
-    tensors = [t for t in (*view.params, *view[2:-1], *(view.means or ())) if t is not None]
+    if view.layout != view.spec.layout(view.kv_heads, view.head_dim):
+        raise ValueError(f"codec {seg.spec.name} does not fill blocks of {view.layout}")
+    tensors = (t for t in (*view, *view.params, *(view.means or ())) if torch.is_tensor(t))
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError("the kernels address contiguous caches and codec matrices")
     return view

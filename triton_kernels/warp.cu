@@ -1,5 +1,5 @@
 // One warp's share of attend: the work of a split, and attention of 8 columns over it. After common.cu
-// and meta.cu; needs SOFT_CAP and WIN_COST (plan.WINDOW_COST).
+// and meta.cu; needs SOFT_CAP, COLS (columns of a warp) and Q_SHARED (cuda_attend.Form).
 
 struct Args {
   float* o;              // [splits + B, HK, columns, D]
@@ -24,11 +24,6 @@ struct Args {
 constexpr int GROUP_TILES = 8;            // whose position biases are computed together
 // Shared memory that a warp keeps beside its tiles for POSITION: those biases and, in attend_cta, whose registers are
 // few, the query operands.
-#if META_FORM == POSITION && !defined(WARPS) && K_BITS + V_BITS < 8    // else no room beside the tiles
-#define Q_SHARED 1
-#else
-#define Q_SHARED 0
-#endif
 constexpr int BIAS_BYTES = GROUP_TILES * 2 * COLS * 4;
 constexpr int SIDE = META_FORM == POSITION ? BIAS_BYTES + Q_SHARED * NJ * 256 : 0;
 

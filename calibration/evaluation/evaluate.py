@@ -11,13 +11,14 @@ from ...artifact.file import Fingerprint, check, load
 from ...artifact.fingerprint import read_config
 from ...kernels.layout import PADDED_HEAD_DIMS
 from ..collect import Progress, check_supported, load_model
-from ..data import RANDOM, load_tokens
-from ..engines import Run, observe
+from ..data import RANDOM
+from ..engines import observe
 from ..errors import CalibrationError
 from ..fit import N_SINK
 from ..methods import Job, find_method, method_of, parse_jobs, sweep_jobs
 from ..model_fit import Fitter
-from ..pipeline import DEFAULT_TOKENS, context_length
+from ..pipeline import context_length
+from ..plan import DEFAULT_TOKENS, Plan
 from .inputs import load_inputs
 from .results import results
 from .run import EXACT, Record, Report, run
@@ -87,14 +88,18 @@ def evaluate(
                 f"--codecs: {needed[0].name} must be calibrated, and --artifact holds "
                 f"{', '.join(fitted)}; give --calibration instead of --artifact"
             )
-        tokens = load_tokens(
-            options.calibration, options.model, options.calibration_tokens, options.seed
+        plan = Plan(
+            options.model,
+            options.calibration,
+            options.calibration_tokens,
+            options.device,
+            options.seed,
+            progress=progress,
         )
         context = max(context_length(read_config(options.model)), *options.contexts)
-        fit = None
-        if any(method.name == "position" for method in needed):
-            fit = Fitter("position", context, N_SINK, progress)
-        seen = observe(model, Run(options.model, tokens, options.device, N_SINK, progress, fit=fit))
+        mixed = [method.name for method in needed if method.mixed]
+        fit = Fitter(mixed[0], context, N_SINK, progress) if mixed else None
+        seen = observe(model, plan, plan.source(), fit)
         return {"moments": seen.moments, "scores": seen.scores, "context": context}
 
     run(model, jobs, inputs, record, moments, report, fitted)

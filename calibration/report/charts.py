@@ -5,19 +5,18 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from ..methods import family
 from .svg import Canvas, Labels, decades, layer_ticks, linear, log
 
-_OURS = ("feedback", "accurate", "compact", "aligned")
-_SERVED = ("oscar", "lloyd", "omni")
+# CSS class of a ``Method.family``.
+_CLASSES = {"ours": "ours", "published": "served", "baseline": "base"}
 _BIT_TICKS = [(b, f"{b:g}") for b in (2, 2.5, 3, 4, 6, 8)]
 _KL_FLOOR = 1e-4
 
 
-def family(method: str) -> str:
-    """CSS class of a method: ours, another served codec, or a baseline."""
-    if method.startswith(_OURS):
-        return "ours"
-    return "served" if method.startswith(_SERVED) else "base"
+def css_class(method: str) -> str:
+    """Of a method: ours, another served codec, or a baseline."""
+    return _CLASSES[family(method)]
 
 
 def pareto(rows: list[dict[str, Any]]) -> str:
@@ -31,12 +30,12 @@ def pareto(rows: list[dict[str, Any]]) -> str:
     c.x_axis(x, _BIT_TICKS, "bits per element of the history, measured (log)")
     _front(c, [(x(r["bits"]), y(max(r["kl"], _KL_FLOOR))) for r in rows])
     labels = Labels(c)
-    ordered = sorted(rows, key=lambda r: (family(r["method"]) != "ours", r["kl"]))
+    ordered = sorted(rows, key=lambda r: (css_class(r["method"]) != "ours", r["kl"]))
     for r in ordered:
         labels.block(x(r["bits"]), y(max(r["kl"], _KL_FLOOR)))
     for r in ordered:
         px, py = x(r["bits"]), y(max(r["kl"], _KL_FLOOR))
-        css = family(r["method"])
+        css = css_class(r["method"])
         own_windows = "@" in r["codec"]
         tip = f"{r['codec']}: {r['bits']:.3f} bits, KL {r['kl']:.4f}, top-1 {r['top1']:.1%}"
         c.dot(px, py, f"dot {css}{' hollow' * own_windows}", tip)

@@ -7,11 +7,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ...config import DEFAULT_CODEC
+from ...kernels.codec import CODECS
 from ..errors import CalibrationError
 from . import charts
 from .verdict import TWO_BIT, best_served, main_rows, sweep_rows, verdict
 
-_COMPARED = ("feedback", "oscar", "lloyd", "omni", "quarot")
+# Whose errors per layer are drawn beside those of the best.
+_COMPARED = (
+    DEFAULT_CODEC,
+    *(name for name, codec in CODECS.items() if codec.family == "published"),
+    "quarot",
+)
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         cells = [_cell(r.get(name), form) for _, name, form in used]
         cells += [_cell(r.get("recall", {}).get(c), "{:.0%}") for c in recalls]
-        name = f'<th class="{charts.family(r["method"])}">{escape(r["codec"])}</th>'
+        name = f'<th class="{charts.css_class(r["method"])}">{escape(r["codec"])}</th>'
         lines.append(name + "".join(cells))
     return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in lines)}</table></div>'
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from ...config import DEFAULT_CODEC
+from ..methods import family
+
 TWO_BIT = 2.75  # bits; what counts as a 2-bit codec here
 _GRADES = (
     (0.005, "next to nothing"),
@@ -13,7 +16,6 @@ _GRADES = (
     (0.2, "a lot"),
     (float("inf"), "too much to serve"),
 )
-_OURS = ("feedback", "accurate", "compact", "accurate-compact", "aligned")
 _MUCH_BETTER = 0.9  # of the KL: worth a sentence
 
 
@@ -43,8 +45,8 @@ def main_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def best_served(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """``feedback`` if it was run, else the 2-bit row with the smallest KL, else any."""
-    named = [r for r in rows if r["codec"] == "feedback"]
+    """The default codec if it was run, else the 2-bit row with the smallest KL, else any."""
+    named = [r for r in rows if r["codec"] == DEFAULT_CODEC]
     two_bit = [r for r in rows if r["bits"] <= TWO_BIT and "@" not in r["codec"]] or rows
     return named[0] if named else min(two_bit, key=lambda r: r["kl"], default=None)
 
@@ -68,7 +70,8 @@ def _rivals(best: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         for r in rows
         if r["bits"] <= best["bits"] + 0.01
         and "@" not in r["codec"]
-        and r["method"] not in (*_OURS, best["method"])
+        and family(r["method"]) != "ours"
+        and r["method"] != best["method"]
     ]
     if not others:
         return []
@@ -82,7 +85,9 @@ def _rivals(best: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _accurate(best: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    better = [r for r in rows if r["codec"] in _OURS and r["kl"] < _MUCH_BETTER * best["kl"]]
+    limit = _MUCH_BETTER * best["kl"]
+    mine = [r for r in rows if family(r["method"]) == "ours" and "@" not in r["codec"]]
+    better = [r for r in mine if r["kl"] < limit]
     if not better:
         return []
     row = min(better, key=lambda r: r["kl"])

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ..kernels import codec_omni
 from ..kernels.codec import CODECS, CodecSpec, LayerCodec, LayerParams, layer_specs, spec_of
-from ..kernels.codec_position import Rope
 from ..kernels.hadamard import hadamard
 from ..kernels.layout import stored_head_dim
 from .fingerprint import Fingerprint, FingerprintError
@@ -71,6 +70,11 @@ class Artifact:
     def specs(self) -> list[CodecSpec]:
         """The codec as each layer has it."""
         return layer_specs(self.spec, self.fingerprint.layers, self.options)
+
+    @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """Bits of each layer's K and V, if the codec has a choice (``codec.layer_specs``)."""
+        return tuple((k, v) for k, v in self.options.get("bits") or ())
 
     @property
     def codecs(self) -> list[LayerCodec]:
@@ -133,8 +137,9 @@ def load(path: Path | str) -> Artifact:
 
 def validate(artifact: Artifact, where: Path | str) -> None:
     """Refuse options and tensors that no kernel can use; ``where`` begins the message."""
-    for name, found in _options_of(artifact.codec, artifact.options).items():
-        if found not in (values := codec_omni.OPTIONS[name]):
+    choices = CODECS[artifact.codec].meta.choices
+    for name, values in choices.items():
+        if (found := artifact.options.get(name, values[0])) not in values:
             raise ArtifactError(
                 f"{where}: option {name} of codec {artifact.codec} is {found!r}, expected "
                 f"{' or '.join(values)}"
@@ -178,20 +183,28 @@ def shard(artifact: Artifact, tp_rank: int, tp_size: int) -> list[LayerParams]:
     ]
 
 
-def _options_of(codec: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that have a fixed choice of values, defaults filled in."""
-    return codec_omni.chosen(options) if CODECS[codec].meta == "channel" else {}
-
-
 def data_free(
     fingerprint: Fingerprint, codec: str = "feedback", options: dict[str, str] | None = None
 ) -> Artifact:
     """Plain Hadamard rotations, the identity as metric: all there is to a codec that needs no data
-    (``options``: ``codec_omni.OPTIONS``); of others only for benchmarks with dummy weights."""
-    d, heads = stored_head_dim(fingerprint.head_dim), fingerprint.kv_heads
-    options = _options_of(codec, options or {})
-    if CODECS[codec].meta == "position":
-        options = {"rope": dataclasses.asdict(Rope.still(d)), "bits": _spread(fingerprint.layers)}
+    (``options``: ``Metadata.choices``); of others only for benchmarks with dummy weights."""
+    spec, d = CODECS[codec], stored_head_dim(fingerprint.head_dim)
+    options = spec.meta.chosen(options or {}) | spec.meta.neutral_options(d, fingerprint.layers)
+    provenance = {"data": "none: the codec has no statistics", "warnings": []}
+    if spec.needs_data:
+        report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
+        provenance = {"data": report, "warnings": [report]}
+    layers = [
+        neutral_params(spec, fingerprint.kv_heads, d, options) for _ in range(fingerprint.layers)
+    ]
+    return Artifact(fingerprint, codec, options, layers, provenance)
+
+
+def neutral_params(
+    spec: CodecSpec, kv_heads: int, head_dim: int, options: Mapping[str, Any]
+) -> LayerParams:
+    """A layer's part of ``data_free``."""
+    d = head_dim
     h = torch.eye(d) if options.get("rotation") == "none" else hadamard(d).float()
     neutral = {
         "r_k": h,
@@ -202,28 +215,8 @@ def data_free(
         "q_k": h,
         "mean": torch.zeros(d),
     }
-    provenance = {"data": "none: the codec has no statistics", "warnings": []}
-    if CODECS[codec].needs_data:
-        report = "uncalibrated: Hadamard rotations, zero feedback factor; for benchmarks only"
-        provenance = {"data": report, "warnings": [report]}
-    layers = [
-        LayerParams(
-            **{
-                n: neutral[n].expand(heads, *shape).clone()
-                for n, shape in CODECS[codec].tensors(d).items()
-            }
-        )
-        for _ in range(fingerprint.layers)
-    ]
-    return Artifact(fingerprint, codec, options, layers, provenance)
-
-
-def _spread(layers: int) -> list[list[int]]:
-    """Widths of a calibration's default number, evenly over the layers' K and V in turn."""
-    bits = [[2, 2] for _ in range(layers)]
-    for i in range(count := layers // 6):
-        bits[(2 * i + 1) * layers // (2 * count)][i % 2] = 4
-    return bits
+    shapes = spec.tensors(d).items()
+    return LayerParams(**{n: neutral[n].expand(kv_heads, *shape).clone() for n, shape in shapes})
 
 
 def _artifact(header: Header, layers: list[LayerParams]) -> Artifact:
@@ -270,10 +263,8 @@ def _check_specs(where: Path | str, artifact: Artifact) -> None:
     """Refuse options that describe no codec for this model's layers."""
     d = stored_head_dim(artifact.fingerprint.head_dim)
     try:
-        specs = artifact.specs
-        if any(s.rope is not None and len(s.rope.pairs) != d for s in specs):
-            raise ValueError(f"RoPE of another head_dim than {d}")
-        for spec in specs:
+        for spec in artifact.specs:
+            spec.meta.check(d)
             spec.layout(artifact.fingerprint.kv_heads, d)
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(

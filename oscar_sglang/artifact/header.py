@@ -37,11 +37,6 @@ class Header:
     options: dict[str, Any]
     provenance: dict[str, Any]
 
-    @property
-    def widths(self) -> tuple[tuple[int, int], ...]:
-        """Bits of each layer's K and V, if the codec has a choice (``codec.layer_specs``)."""
-        return tuple((k, v) for k, v in self.options.get("bits") or ())
-
 
 def read_header(path: Path) -> Header:
     """Read and check the header; tensors may be loaded afterwards. Raises ArtifactError."""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .. import __version__
 from ..config import CODEC_NAMES
-from . import artifacts, calibrate, doctor, evaluate
+from . import artifacts, calibrate, codecs, doctor, evaluate, verify
 
 __all__ = ["CODEC_NAMES", "main"]
 
@@ -46,6 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="oscar-sglang", description="2-bit KV cache for SGLang")
     parser.add_argument("--version", action="version", version=f"oscar-sglang {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (calibrate, evaluate, artifacts, doctor):
+    for module in (doctor, codecs, calibrate, verify, artifacts, evaluate):
         module.add(commands)
     return parser

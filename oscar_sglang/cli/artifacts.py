@@ -1,4 +1,4 @@
-"""``oscar-sglang inspect | verify | import-zoo | export``: the life of an artifact."""
+"""``oscar-sglang inspect | import-zoo | export``: the life of an artifact."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .console import (
-    add_overrides,
-    layer_table,
-    overridden,
-    positive,
-    print_warnings,
-    progress_bar,
-    writable,
-)
+from .console import add_command, layer_table, print_warnings, writable
+from .model import add_model, model_folder
 
 
 def add(commands) -> None:
-    p = commands.add_parser("inspect", help="check an artifact and print what it holds")
-    p.add_argument("file", metavar="FILE")
-    p.set_defaults(run=run_inspect)
+    p = add_command(
+        commands,
+        "inspect",
+        run_inspect,
+        "Check an artifact and print what it holds.",
+        "qwen3-8b.safetensors",
+        more="Its model, its tokens, the basis and the error of every layer, its warnings.",
+    )
+    p.add_argument("file", metavar="FILE", help="artifact (.safetensors)")
 
-    p = commands.add_parser("verify", help="does an artifact fit a model, is its error reproduced")
-    p.add_argument("file", metavar="FILE")
-    p.add_argument("--model", required=True, metavar="DIR", help="local model directory")
-    p.add_argument("--data", default="random", metavar="SOURCE", help="as for calibrate")
-    p.add_argument("--tokens", type=positive, default=4096, help="tokens to run (default 4096)")
-    p.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    p.add_argument("--seed", type=int, default=1, help="of the random ids (default 1)")
-    add_overrides(p)
-    p.set_defaults(run=run_verify)
-
-    p = commands.add_parser("import-zoo", help="make an artifact from published OSCAR rotations")
+    p = add_command(
+        commands,
+        "import-zoo",
+        run_import,
+        "Make an artifact of codec oscar from rotations that OSCAR's authors published.",
+        "k.pt v.pt --model Qwen/Qwen3-8B --out qwen3-8b-oscar.safetensors",
+    )
     p.add_argument("k", metavar="K.pt", type=Path, help="rotations of K")
     p.add_argument("v", metavar="V.pt", type=Path, help="rotations of V")
-    p.add_argument("--model", required=True, metavar="DIR", help="the model they were made for")
     p.add_argument("--out", required=True, metavar="FILE", help="artifact to write (.safetensors)")
-    p.set_defaults(run=run_import)
+    add_model(p)
 
-    p = commands.add_parser("export", help="write an artifact's rotations as RotationZoo files")
-    p.add_argument("file", metavar="FILE")
-    p.add_argument("--k", required=True, metavar="K.pt", type=Path)
-    p.add_argument("--v", required=True, metavar="V.pt", type=Path)
-    p.set_defaults(run=run_export)
+    p = add_command(
+        commands,
+        "export",
+        run_export,
+        "Write an artifact's rotations as RotationZoo files.",
+        "qwen3-8b-oscar.safetensors --k k.pt --v v.pt",
+    )
+    p.add_argument("file", metavar="FILE", help="artifact (.safetensors)")
+    p.add_argument("--k", required=True, metavar="K.pt", type=Path, help="file for those of K")
+    p.add_argument("--v", required=True, metavar="V.pt", type=Path, help="file for those of V")
 
 
 def run_inspect(args: argparse.Namespace, console: Console) -> None:
@@ -71,39 +70,12 @@ def run_inspect(args: argparse.Namespace, console: Console) -> None:
     print_warnings(artifact.provenance.get("warnings", []), console)
 
 
-def run_verify(args: argparse.Namespace, console: Console) -> int:
-    """Compare recorded errors with those on a fresh sample; status 1 if they are not reproduced."""
-    from ..artifact import file as art
-    from ..calibration.verify import verify
-
-    artifact = art.load(args.file)
-    with overridden(args) as model, progress_bar(console) as progress:
-        found = verify(
-            artifact,
-            model,
-            args.data,
-            args.tokens,
-            device=args.device,
-            seed=args.seed,
-            progress=progress,
-        )
-    table = Table(title=f"{args.file}: relative error, recorded and on {found.sample}")
-    for name in ("layer", "K recorded", "K now", "V recorded", "V now"):
-        table.add_column(name, justify="right")
-    for row in found.rows:
-        cells = ("-" if e is None else f"{e:.2%}" for e in row.errors)
-        table.add_row(str(row.layer), *cells, style="" if row.ok else "red")
-    console.print(table)
-    style = "green" if found.ok else "red"
-    console.print(found.verdict, style=style, soft_wrap=True, highlight=False)
-    return 0 if found.ok else 1
-
-
 def run_import(args: argparse.Namespace, console: Console) -> None:
-    from ..calibration.zoo import import_zoo
-
     out = writable(Path(args.out), "--out")
-    artifact = import_zoo(args.k, args.v, Path(args.model))
+    with model_folder(args) as model:
+        from ..calibration.zoo import import_zoo
+
+        artifact = import_zoo(args.k, args.v, model)
     artifact.save(out)
     print_warnings(artifact.provenance["warnings"], console)
     console.print(

@@ -1,16 +1,83 @@
-"""What several commands print: progress bars, the per-layer table, warnings; argument types."""
+"""What commands share: how they are described, progress bars, the per-layer table, warnings,
+argument types."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..plugin.model_folder import OVERRIDES_FLAG, overridden_folder, parse_overrides
+_HELP_WIDTH = 96
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[..., int | None],
+    what: str,
+    *examples: str,
+    more: str = "",
+) -> argparse.ArgumentParser:
+    """A command of the parsers ``commands``: what it does, in a sentence, ``more`` about it, and
+    examples of its arguments."""
+    shown = "".join(f"\n  oscar-sglang {name} {example}".rstrip() for example in examples)
+    parser = commands.add_parser(
+        name,
+        help=what[0].lower() + what[1:].rstrip("."),
+        description=textwrap.fill(f"{what} {more}".rstrip(), _HELP_WIDTH),
+        epilog=f"example{'s' * (len(examples) > 1)}:{shown}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_sample(
+    parser: argparse.ArgumentParser,
+    tokens: int,
+    seed: int,
+    prefix: str = "",
+    or_artifact: bool = False,
+) -> Any:
+    """The options that say which tokens a model is run on, or that an artifact is there already;
+    returns their group."""
+    group = parser.add_argument_group("tokens that the model is run on")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        f"--{prefix or 'data'}",
+        default="random",
+        metavar="SOURCE",
+        help="random: ids that the model samples itself (random:N in sequences of N), a UTF-8 text "
+        "file, or NPZ:KEY with ids (default: %(default)s)",
+    )
+    if or_artifact:
+        source.add_argument(
+            "--artifact", metavar="FILE", type=Path, help=f"an artifact instead of --{prefix}"
+        )
+    group.add_argument(
+        f"--{prefix}-tokens" if prefix else "--tokens",
+        type=positive,
+        default=tokens,
+        metavar="N",
+        help="tokens to run, at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=seed, metavar="N", help="of random ids (default: %(default)s)"
+    )
+    return group
+
+
+def add_device(group: Any) -> None:
+    group.add_argument(
+        "--device", default="cpu", help="cpu or cuda, which runs the model (default: %(default)s)"
+    )
 
 
 @contextmanager
@@ -88,20 +155,6 @@ def writable(path: Path | None, what: str) -> Path | None:
             raise IsADirectoryError(f"{what} {path} is a directory, expected a file name")
         path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        OVERRIDES_FLAG,
-        metavar="JSON",
-        help="changes to the model's config, as SGLang's flag of that name will be given",
-    )
-
-
-def overridden(args: argparse.Namespace):
-    """A context with ``args.model`` as a folder whose config has the overrides of ``args``."""
-    overrides = parse_overrides(args.json_model_override_args)
-    return overridden_folder([Path(args.model)], overrides)
 
 
 def positive(text: str) -> int:

@@ -9,12 +9,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from .console import add_command
+from .model import add_model, named
+
 _STYLES = {"ok": "green", "note": "yellow", "fail": "red"}
 
 
 def add(commands) -> None:
-    p = commands.add_parser("doctor", help="is this machine ready for int2; what would be refused")
-    p.add_argument("--model", type=Path, metavar="DIR", help="local model directory to check")
+    p = add_command(
+        commands,
+        "doctor",
+        run,
+        "Check whether this machine is ready for int2, and what would be refused.",
+        "",
+        "--model Qwen/Qwen3-8B",
+        "--sglang sglang-0.5.24-cp311-cp311-manylinux_2_34_x86_64.whl",
+        more="With a GPU it compiles the kernels and compares them with the reference. Exit status "
+        "1 if a check fails.",
+    )
+    add_model(p, required=False)
     p.add_argument("--artifact", type=Path, metavar="FILE", help="artifact to check")
     p.add_argument(
         "--sglang",
@@ -22,7 +35,6 @@ def add(commands) -> None:
         metavar="WHEEL_OR_DIR",
         help="only compare another SGLang with what the plugin relies on, without installing it",
     )
-    p.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -31,6 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from ..health.doctor import port
 
         return report(list(port(args.sglang)), console, "everything int2 relies on is there")
+    model = named(args) if args.model else None
     from ..launch_server import enter_cpu_mode, has_gpu
 
     if not has_gpu():
@@ -39,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about kernels a CPU does not have
-        checks = list(examine(args.model, args.artifact))
+        checks = list(examine(model, args.artifact))
     return report(checks, console, "ready for int2")
 
 

@@ -3,94 +3,130 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .console import numbers, peak_memory, positive, progress_bar, whole, writable
+from .console import (
+    add_command,
+    add_device,
+    add_sample,
+    numbers,
+    peak_memory,
+    positive,
+    progress_bar,
+    whole,
+    writable,
+)
+from .model import add_model, model_folder
 
 _COLUMNS = ("codec", "context", "bits", "KL", "top-1", "dNLL", "ppl", "agree", "induct", "recall")
 
 
 def add(commands) -> None:
-    p = commands.add_parser(
+    p = add_command(
+        commands,
         "eval",
-        help="what 2 bits do to a model, per method, against its exact cache",
-        description="Runs every chosen method on the last 129 rows of each document, on a "
-        "quantised cache of all that is before them. Interrupted runs continue from --json.",
+        run_eval,
+        "Measure what 2 bits do to a model, per method, against its exact cache.",
+        "--model Qwen/Qwen3-8B --text a.txt b.txt --html report.html",
+        "--model DIR --codecs feedback,kivi@0+128 --text a.txt --context 4096,16384 --json j.json",
+        more="Runs every chosen method on the last 129 rows of each document, on a quantised cache "
+        "of all that is before them. Interrupted runs continue from --json.",
     )
-    add_arg = p.add_argument
-    add_arg("--model", required=True, metavar="DIR", type=Path, help="local model directory")
-    source = p.add_mutually_exclusive_group()
-    source.add_argument("--artifact", metavar="FILE", type=Path, help="judge a calibrated artifact")
-    source.add_argument(
-        "--calibration",
-        default="random",
-        metavar="SOURCE",
-        help="calibrate on random ids (default; random:N: sequences of N), a text file, or NPZ:KEY",
-    )
-    add_arg(
+    add_model(p)
+    methods = p.add_argument_group("methods")
+    methods.add_argument(
         "--codecs",
         metavar="LIST",
         help="all, or names separated by commas; NAME@SINK+RECENT sets windows "
         "(default: the artifact's codec, else feedback)",
     )
-    add_arg("--text", nargs="+", default=[], metavar="FILE", type=Path, help="documents")
+    add_whole = partial(methods.add_argument, type=whole, metavar="N")
+    add_whole("--sink", default=64, help="exact first tokens (default: %(default)s)")
+    add_whole("--recent", default=256, help="exact last tokens (default: %(default)s)")
+    methods.add_argument(
+        "--sweep-windows", action="store_true", help="also other window sizes of each codec"
+    )
+    add_device(add_sample(p, tokens=8192, seed=0, prefix="calibration", or_artifact=True))
+    documents = p.add_argument_group("documents and questions")
+    add_arg = documents.add_argument
+    add_arg("--text", nargs="+", default=[], metavar="FILE", type=Path, help="UTF-8 documents")
     add_arg("--tokens", metavar="NPZ", type=Path, help="documents test_*, induction rows induct")
     add_arg("--documents", metavar="KEYS", help="of --tokens, separated by commas (default: all)")
     add_arg("--recall", metavar="JSON", type=Path, help="documents with facts and questions")
-    add_arg("--context", type=numbers, default=(2048,), metavar="N,N", help="default 2048")
-    add_arg("--sink", type=whole, default=64, help="exact first tokens (default 64)")
-    add_arg("--recent", type=whole, default=256, help="exact last tokens (default 256)")
-    add_arg("--sweep-windows", action="store_true", help="also other window sizes of each codec")
-    add_arg("--concurrency", type=positive, default=32, help="requests windows are priced for")
-    add_arg("--greedy", type=whole, default=64, metavar="N", help="tokens generated to compare")
-    add_arg("--calibration-tokens", type=positive, default=8192, metavar="N", help="default 8192")
-    add_arg("--device", default="cpu", help="cpu (default) or cuda")
-    add_arg("--seed", type=int, default=0, help="of random calibration ids (default 0)")
-    add_arg("--json", metavar="OUT", type=Path, help="results, and what a resumed run needs")
-    add_arg("--html", metavar="OUT", type=Path, help="one self-contained report")
-    p.set_defaults(run=run_eval)
+    add_arg(
+        "--context",
+        type=numbers,
+        default=(2048,),
+        metavar="N,N",
+        help="tokens of each document (default: 2048)",
+    )
+    add_arg(
+        "--greedy",
+        type=whole,
+        default=64,
+        metavar="N",
+        help="tokens generated to compare (default: %(default)s)",
+    )
+    output = p.add_argument_group("output")
+    output.add_argument(
+        "--concurrency",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="requests that windows are priced for (default: %(default)s)",
+    )
+    output.add_argument(
+        "--json", metavar="OUT", type=Path, help="results, and what a resumed run needs"
+    )
+    output.add_argument("--html", metavar="OUT", type=Path, help="one self-contained report")
 
-    p = commands.add_parser("report", help="write the HTML report of a finished eval --json")
-    p.add_argument("json", metavar="JSON", type=Path)
-    p.add_argument("--html", required=True, metavar="OUT", type=Path)
-    p.set_defaults(run=run_report)
+    p = add_command(
+        commands,
+        "report",
+        run_report,
+        "Write the HTML report of a finished eval --json.",
+        "out.json --html report.html",
+    )
+    p.add_argument("json", metavar="JSON", type=Path, help="what eval --json wrote")
+    p.add_argument("--html", required=True, metavar="OUT", type=Path, help="page to write")
 
 
 def run_eval(args: argparse.Namespace, console: Console) -> None:
     """Evaluate, print a row per finished item and the table at the end, write JSON and HTML."""
-    from ..calibration.evaluation.evaluate import Options, evaluate
-
-    options = Options(
-        model=args.model,
-        codecs=args.codecs,
-        contexts=args.context,
-        tokens=args.tokens,
-        documents=tuple(args.documents.split(",")) if args.documents else None,
-        texts=tuple(args.text),
-        recall=args.recall,
-        artifact=args.artifact,
-        calibration=args.calibration,
-        calibration_tokens=args.calibration_tokens,
-        sink=args.sink,
-        recent=args.recent,
-        greedy=args.greedy,
-        sweep=args.sweep_windows,
-        concurrency=args.concurrency,
-        device=args.device,
-        seed=args.seed,
-        json=writable(args.json, "--json"),
-    )
+    writable(args.json, "--json")
     writable(args.html, "--html")
-    with progress_bar(console) as progress:
+    with model_folder(args) as model, progress_bar(console) as progress:
+        from ..calibration.evaluation.evaluate import Options, evaluate
 
         def report(label, key, figures, done, total):
             console.print(_line(label, key, figures), soft_wrap=True, highlight=False)
             progress("evaluating", done, total)
 
+        options = Options(
+            model=model,
+            codecs=args.codecs,
+            contexts=args.context,
+            tokens=args.tokens,
+            documents=tuple(args.documents.split(",")) if args.documents else None,
+            texts=tuple(args.text),
+            recall=args.recall,
+            artifact=args.artifact,
+            calibration=args.calibration,
+            calibration_tokens=args.calibration_tokens,
+            sink=args.sink,
+            recent=args.recent,
+            greedy=args.greedy,
+            sweep=args.sweep_windows,
+            concurrency=args.concurrency,
+            device=args.device,
+            seed=args.seed,
+            json=args.json,
+        )
         found = evaluate(options, report, progress)
     console.print(_table(found["results"]))
     for sentence in _verdict(found):

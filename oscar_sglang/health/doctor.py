@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from .. import __version__
 from ..config import DISABLE_VARIABLE, OscarError, disabled
 from ..plugin.ledger import Sources, changes, hook_problem, imports, problems, read_problem
+from ..plugin.model_folder import NamedModel
 
 OK, NOTE, FAIL = "ok", "note", "fail"
 
@@ -29,7 +31,7 @@ class Check:
     detail: str
 
 
-def examine(model: Path | None = None, artifact: Path | None = None) -> Iterator[Check]:
+def examine(model: NamedModel | None = None, artifact: Path | None = None) -> Iterator[Check]:
     """All checks in order; each group is skipped where the one it needs has failed."""
     yield from versions()
     yield kill_switch()
@@ -46,13 +48,17 @@ def examine(model: Path | None = None, artifact: Path | None = None) -> Iterator
         yield from hooks()
         yield from options()
         if model:
-            yield served_model(model)
+            served = served_model(model)
+            yield served
+            if served.status == FAIL and model.on_a_hub:
+                model = None  # whose weights need not be fetched
     if model or artifact:
         yield fits(model, artifact)
 
 
 def versions() -> Iterator[Check]:
-    from ..hooks import SGLANG_VERSION, unfit
+    from ..hooks import SGLANG_VERSION
+    from ..plugin.registration import unfit
 
     yield Check("oscar-sglang", OK, f"{__version__}, Python {platform.python_version()}")
     for name in ("sglang", "torch", "transformers"):
@@ -129,7 +135,8 @@ def kernels(forms: tuple[str, ...]) -> Iterator[Check]:
 def hooks() -> Iterator[Check]:
     """Each row of the ledger as the installed SGLang has it, then whether SGLang's plugin loader
     puts the hooks in place."""
-    from ..hooks import HOOKS, missing_hooks
+    from ..hooks import HOOKS
+    from ..plugin.registration import missing_hooks
 
     yield from surface(Sources.installed())
     if disabled():
@@ -199,15 +206,17 @@ def options() -> Iterator[Check]:
     yield _refusal("environment", refuse_options, SimpleNamespace())
 
 
-def served_model(model: Path) -> Check:
+def served_model(model: NamedModel) -> Check:
     from sglang.srt.configs.model_config import ModelConfig
 
     from ..plugin.refusals import refuse_model
 
     try:
-        config = ModelConfig(str(model))
+        config = ModelConfig(
+            model.name, revision=model.revision, model_override_args=model.overrides or "{}"
+        )
     except Exception as error:  # whatever transformers or SGLang make of a strange folder
-        return Check("model", FAIL, f"SGLang cannot read {model}: {error}".splitlines()[0])
+        return Check("model", FAIL, f"SGLang cannot read {model.name}: {error}".splitlines()[0])
     return _refusal(f"model {', '.join(config.hf_config.architectures)}", refuse_model, config)
 
 
@@ -219,8 +228,16 @@ def _refusal(name: str, refuse: Any, argument: Any) -> Check:
     return Check(name, OK, "nothing that int2 would refuse")
 
 
-def fits(model: Path | None, file: Path | None) -> Check:
+def fits(model: NamedModel | None, file: Path | None) -> Check:
     """Whether the artifact is sound and, with a model, made for it."""
+    try:
+        with model.folder() if model else nullcontext() as folder:
+            return _fits(folder, file)
+    except OscarError as error:
+        return Check("artifact", FAIL, str(error))
+
+
+def _fits(model: Path | None, file: Path | None) -> Check:
     from ..artifact import file as art
     from ..calibration.auto import artifact_path
     from ..config import DEFAULT_CODEC

@@ -21,14 +21,12 @@ from ..kernels.layout import WindowLayout
 from ..kernels.plan import claim_sinks
 from ..kernels.store import store
 from ..kernels.stores import HistoryStore, SinkCache, WindowStore
-from ..kernels.views import TokenBatch, layer_view, query_buffer
+from ..kernels.views import LayerView, TokenBatch, layer_view, query_buffer
 
 logger = logging.getLogger(__name__)
 
 # Compute capabilities of GPUs on which the tests of all CUDA kernels have passed.
 PROVEN_ON = ((9, 0),)
-# Codecs of which not all have: on an H200 two of ``position``'s tests of large logits fail.
-UNPROVEN = ("position",)
 # Rows whose codes or metadata differ may do so by a tie of float32 rounding: below 1% here.
 EQUAL_ROWS = 0.97
 # Relative RMS. Exact rows are BF16; attend multiplies in FP16 and writes BF16.
@@ -194,7 +192,15 @@ def _stored(ours: _Pool, other: _Pool) -> tuple[float, float]:
 
 def proven(device: torch.device, codec: str) -> bool:
     """Whether the kernels need no comparison here before they serve."""
-    return codec not in UNPROVEN and torch.cuda.get_device_capability(device) in PROVEN_ON
+    return CODECS[codec].meta.proven and torch.cuda.get_device_capability(device) in PROVEN_ON
+
+
+def check_backend(attention: DecodeAttention, views: list[LayerView]) -> None:
+    """Compare CUDA kernels with the reference before serving, where no test has done so: of each
+    kind of layer one."""
+    for view in {v.spec: v for v in views}.values():
+        if attention.cuda and not proven(attention.device, view.spec.name):
+            check_served(attention, view.spec, view.params)
 
 
 def check_served(attention: DecodeAttention, spec: CodecSpec, params: LayerParams) -> None:

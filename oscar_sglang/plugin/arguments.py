@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -30,16 +29,6 @@ def from_cli_args(original: Callable, cls: type, args: Namespace) -> Any:
     return server_args
 
 
-def engine_arguments(server_args_class: type) -> Callable[..., Any]:
-    """What ``Engine.server_args_class`` becomes: takes ``oscar_*`` keywords too."""
-
-    @functools.wraps(server_args_class, updated=())
-    def make(**kwargs: Any) -> Any:
-        return server_args_class(**fold_options(kwargs))
-
-    return staticmethod(make)
-
-
 def resolve(original: Callable, self: Any) -> None:
     """AROUND ServerArgs.resolve_once, in the launching process, before any weight is loaded.
 
@@ -51,18 +40,19 @@ def resolve(original: Callable, self: Any) -> None:
     with _exit_on_mistake(getattr(self, "_oscar_cli", False)):
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-        from ..hooks import verify
-        from .startup import explain, finish_arguments, prepare_arguments
+        from .registration import verify
+        from .startup import choose, explain, finish_arguments
 
         verify()
         view = resolving_view(self)
-        declare_resolution(self, "oscar", **prepare_arguments(view, config_of(self)))
+        chosen = choose(view, config_of(self))
+        declare_resolution(self, "oscar", **chosen.arguments)
         try:
             original(self)
         except Exception as error:
             explain(self, view, error)
             raise
-        config = finish_arguments(self, view, config_of(self))
+        config = finish_arguments(self, view, config_of(self), chosen)
         declare_resolution(self, "oscar", kv_cache_dtype=config.dtype)
 
 

@@ -22,13 +22,24 @@ _PACKAGE = __name__.rpartition(".")[0]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def named(function: str) -> Callable:
+    """Our function "module.name" in this room: its module is loaded by the first call."""
+    module, name = function.split(".")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        loaded = importlib.import_module(f".{module}", _PACKAGE)
+        return getattr(loaded, name)(*args, **kwargs)
+
+    return call
+
+
 @dataclass(frozen=True)
 class Hook:
     """One patched function.
 
     target    dotted path in SGLang
     kind      name of SGLang's HookType
-    function  ours, "module.name" in this package: its module is loaded when SGLang first calls it
+    function  ours, see ``named``
     takes     parameters the target must have, in this order; a last "...": more may follow
     why       what would be wrong without it
     until     when it can go
@@ -43,13 +54,7 @@ class Hook:
     call: Callable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        module, name = self.function.split(".")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            loaded = importlib.import_module(f".{module}", _PACKAGE)
-            return getattr(loaded, name)(*args, **kwargs)
-
-        object.__setattr__(self, "call", call)
+        object.__setattr__(self, "call", named(self.function))
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..kernels.layout import WindowLayout
+from ..kernels.reference import first_exact
 from ..pool.hybrid import attention_pool
 from ..watch.dump import after_server_info
 from .lifecycle import ring_start
@@ -69,12 +70,11 @@ def window_tokens(
     requests: Iterable[tuple[int, int]], windows: WindowLayout, block: int = 1
 ) -> int:
     """Exact tokens of requests given as (first position in the ring, tokens in the cache)."""
-    total = 0
-    for recent_start, length in requests:
-        low = max(recent_start, length - windows.n_recent)
-        hist_end = max(windows.n_sink, low + -low % block)
-        total += min(length, windows.n_sink) + length - min(length, hist_end)
-    return total
+    rows = torch.tensor([*requests], dtype=torch.int64, device="cpu").view(-1, 2)
+    recent_start, length = rows.unbind(1)
+    exact = first_exact(length, recent_start, windows.n_sink, windows.n_recent, block)
+    sink = length.clamp_max(windows.n_sink)
+    return int((sink + length - torch.minimum(length, exact)).sum())
 
 
 def _running(scheduler: Any) -> list[tuple[int, int]]:
@@ -168,9 +168,7 @@ def after_init(result: Any, self: Any, *_args: Any, **_kwargs: Any) -> None:
         return
     collector = self.metrics_collector if self.current_scheduler_metrics_enabled else None
     reporter = self.oscar = Reporter(self.scheduler, collector)
-    reporter.pool.reset_counters()  # what graph capture ran was no request
-    if reporter.pool.tags:
-        reporter.pool.tags.arm()
+    reporter.pool.ready()
     reporter.publish(reporter.state(exact=True))
 
 

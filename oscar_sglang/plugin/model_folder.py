@@ -1,4 +1,5 @@
-"""The served model as a local folder: what SGLang itself fetches, with SGLang's own overrides."""
+"""A model as a local folder, by path or by hub name: what SGLang itself fetches, with SGLang's own
+overrides."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..artifact.fingerprint import canonical_rope, read_config, text_config
@@ -14,6 +17,7 @@ from ..artifact.weights import index_name, patterns, weight_files
 from ..config import OscarError
 
 OVERRIDES_FLAG = "--json-model-override-args"
+_WANTED = "give a folder in Hugging Face format, or a name on the hub such as Qwen/Qwen3-8B"
 _ROPES = ("rope_scaling", "rope_parameters")
 # What calibration needs beside the weights; the index of the weights is among them.
 _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.model", "*.jinja")
@@ -39,24 +43,74 @@ def model_folder(view: Any, model: Any) -> Iterator[Path]:
         yield folder
 
 
+@dataclass(frozen=True)
+class NamedModel:
+    """A model outside a server, as SGLang's flags of the same names give it."""
+
+    name: str
+    revision: str | None = None
+    download_dir: str | None = None
+    overrides: str | None = None
+
+    @property
+    def on_a_hub(self) -> bool:
+        """Whether it has to be fetched. Raises OscarError for what can be no name on a hub."""
+        path = Path(self.name).expanduser()
+        if path.is_dir():
+            return False
+        a_path = self.name.startswith((".", "/", "~")) or self.name.count("/") > 1
+        if path.exists() or (a_path and "://" not in self.name):
+            found = "is a file" if path.exists() else "no such folder"
+            raise OscarError(f"{self.name}: {found}; {_WANTED}")
+        return True
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """The folder while the context lasts. Raises OscarError if there is none."""
+        folders, name = [Path(self.name).expanduser()], ""
+        if self.on_a_hub:
+            name = self.name.rpartition("/")[2]
+            folders = fetch(
+                SimpleNamespace(
+                    model_path=self.name,
+                    revision=self.revision,
+                    download_dir=self.download_dir,
+                    load_format="auto",
+                )
+            )
+        elif self.revision or self.download_dir:
+            raise OscarError(
+                f"{self.name} is a folder; drop --revision and --download-dir, which belong to a "
+                "hub's model"
+            )
+        with overridden_folder(folders, parse_overrides(self.overrides), name) as folder:
+            yield folder
+
+
 def fetch(view: Any) -> list[Path]:
     """Snapshots of a hub's model: weights in one format, where SGLang looks for them
     (``--download-dir``), and small files, which SGLang takes from the default cache."""
     from huggingface_hub import constants, snapshot_download
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.model_loader.weight_utils import (
-        download_safetensors_index_file_from_hf,
-        download_weights_from_hf,
-    )
 
     name, revision = view.model_path, view.revision
+    try:
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.model_loader.weight_utils import (
+            download_safetensors_index_file_from_hf,
+            download_weights_from_hf,
+        )
+    except ImportError as error:
+        raise OscarError(
+            f"{name}: no folder, and a hub's model is fetched by SGLang, which cannot be imported "
+            f"({error}); give a folder, or install SGLang"
+        ) from error
     if "://" in name:
         raise OscarError(
             f"{name}: --kv-cache-dtype int2 cannot read weights at a URL to tell which calibration "
             "they need; copy the model to a folder and give that"
         )
+    offline = constants.HF_HUB_OFFLINE
     try:
-        offline = constants.HF_HUB_OFFLINE
         small = snapshot_download(
             name, revision=revision, allow_patterns=list(_SMALL_FILES), local_files_only=offline
         )
@@ -71,7 +125,10 @@ def fetch(view: Any) -> list[Path]:
             download_safetensors_index_file_from_hf(name, index_name(kind), where, revision)
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OscarError(f"{name}: cannot be fetched: {reason}") from error
+        how = "$HF_HUB_OFFLINE is set" if offline else "check the name and the network"
+        raise OscarError(
+            f"{name}: no folder, and it cannot be fetched from the hub ({how}): {reason}"
+        ) from error
     return [Path(p) for p in dict.fromkeys((weights, small))]
 
 
@@ -90,8 +147,9 @@ def overridden_folder(
     folders: Sequence[Path], overrides: Mapping[str, Any], name: str = ""
 ) -> Iterator[Path]:
     """One folder with the files of all ``folders``, the first before the others, and ``overrides``
-    in its config.json: links in a temporary folder, or the only folder itself."""
-    if len(folders) == 1 and not overrides:
+    in its config.json: links in a temporary folder, or the only folder itself. Its name is ``name``
+    (a hub's snapshots are called after their commit), else the first folder's."""
+    if len(folders) == 1 and not overrides and name in ("", folders[0].name):
         yield folders[0]
         return
     with tempfile.TemporaryDirectory(prefix="oscar_sglang_model_") as made:

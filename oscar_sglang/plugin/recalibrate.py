@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..calibration.collect import Accumulator
 from ..calibration.errors import CalibrationError
 from ..calibration.fit import fit_layer
 from ..calibration.sglang_engine import prefill_batch
+from ..calibration.stats import Accumulator
 from ..kernels.codec import CODECS, LayerParams
 
 logger = logging.getLogger(__name__)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ..config import OscarConfig, OscarError, config_of_dtype
-
-# By the rank's ModelConfig: SGLang's KVCacheConfigurator has slots and takes no attribute.
-_plans: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def kv_cache_dtype(server_args: Any) -> str:
@@ -29,12 +25,3 @@ def config_of(server_args: Any) -> OscarConfig:
     if config is None:
         raise OscarError("these ServerArgs do not ask for int2")
     return config
-
-
-def plan_of(kvc: Any) -> Any:
-    """The rank's ``MemoryPlan``, from SGLang's ``KVCacheConfigurator``."""
-    return _plans[kvc.model_config]
-
-
-def set_plan(kvc: Any, plan: Any) -> None:
-    _plans[kvc.model_config] = plan

@@ -1,22 +1,21 @@
-"""From SGLang's arguments to a checked configuration, an artifact and the pool's set-up."""
+"""From SGLang's arguments to a checked configuration and an artifact."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..artifact.header import ArtifactError, read_header
+from ..artifact import file as art
 from ..artifact.kept import keep, save_temporary
 from ..calibration.warn import UNFIT
 from ..config import ATTENTION_BACKEND, DEFAULT_CODEC, OscarConfig, OscarError, portable_kernels
 from ..events import log_event
 from ..kernels.codec import CODECS
-from ..kernels.codec_omni import chosen
-from ..pool.hybrid import attention_layer_ids, is_hybrid
+from ..pool.hybrid import is_hybrid
 from ..pool.varlen import choose_library
 from .model_folder import model_folder
 from .refusals import refuse_model, refuse_options, refuse_page_size, refuse_unknown
@@ -26,33 +25,53 @@ logger = logging.getLogger(__name__)
 _GPU_PAGE_SIZE = 16
 
 
-def prepare_arguments(view: Any, config: OscarConfig) -> dict[str, Any]:
-    """Refuse what contradicts int2; what int2 decides, before SGLang resolves the rest of it.
+@dataclass(frozen=True)
+class Chosen:
+    """What int2 decides before SGLang resolves its arguments.
+
+    artifact    the one that --oscar-artifact names, None for "auto"
+    codec       the one that will be served
+    page_size   as asked for, or int2's own
+    """
+
+    artifact: art.Artifact | None
+    codec: str
+    page_size: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """SGLang's, by name."""
+        return {"attention_backend": ATTENTION_BACKEND, "page_size": self.page_size}
+
+
+def choose(view: Any, config: OscarConfig) -> Chosen:
+    """Refuse what contradicts int2, and choose what SGLang's own steps then build on.
 
     ``view``: SGLang's live view of its arguments.
     """
     refuse_unknown(view)
     refuse_options(view)
-    codec, page_size = _codec_of(config), view.page_size
+    try:
+        named = config.artifact != "auto"
+        artifact = art.load(Path(config.artifact).expanduser()) if named else None
+    except art.ArtifactError as error:
+        raise OscarError(str(error)) from error
+    codec, page_size = _codec_of(config, artifact), view.page_size
     if page_size is None:
         block = CODECS[codec].block
         page_size = block if block > 1 else 1 if view.device == "cpu" else _GPU_PAGE_SIZE
     refuse_page_size(page_size, codec)
-    return {"attention_backend": ATTENTION_BACKEND, "page_size": page_size}
+    return Chosen(artifact, codec, page_size)
 
 
-def _codec_of(config: OscarConfig) -> str:
-    """The codec that will be served, as far as it can be known before the model is looked at."""
+def _codec_of(config: OscarConfig, artifact: art.Artifact | None) -> str:
     if config.codec is not None:
         return config.codec
-    if config.artifact == "auto":
-        if config.bits is not None:
-            return "position"
-        return "omni" if config.omni_options else DEFAULT_CODEC
-    try:
-        return read_header(Path(config.artifact).expanduser()).codec
-    except ArtifactError as error:
-        raise OscarError(str(error)) from error
+    if artifact is not None:
+        return artifact.codec
+    if config.bits is not None:
+        return "position"
+    return "omni" if config.omni_options else DEFAULT_CODEC
 
 
 def explain(server_args: Any, view: Any, error: Exception) -> None:
@@ -70,13 +89,15 @@ def explain(server_args: Any, view: Any, error: Exception) -> None:
         raise refusal from error
 
 
-def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarConfig:
+def finish_arguments(
+    server_args: Any, view: Any, config: OscarConfig, chosen: Chosen
+) -> OscarConfig:
     """Check the resolved arguments and the model, then find or make the artifact."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     refuse_options(view)
     portable_kernels()  # refuses what it does not know
-    refuse_page_size(view.page_size, _codec_of(config))
+    refuse_page_size(view.page_size, chosen.codec)
     if config.debug_tags_every is not None and view.device == "cpu":
         raise OscarError(
             "--oscar-debug-tags checks every step on a CPU; drop --oscar-debug-tags-every"
@@ -85,18 +106,16 @@ def finish_arguments(server_args: Any, view: Any, config: OscarConfig) -> OscarC
     refuse_model(model, view.tp_size)
     library = choose_library(config.prefill_attention, torch.device(view.device))
     config = replace(config, prefill_attention=library)
-    config = config.with_prefix_window(is_hybrid(model)).with_weight_update(_codec_of(config))
-    return config.with_artifact(*_find_artifact(view, model, config))
+    config = config.with_prefix_window(is_hybrid(model)).with_weight_update(chosen.codec)
+    return config.with_artifact(*_find_artifact(view, model, config, chosen))
 
 
-def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, str]:
+def _find_artifact(view: Any, model: Any, config: OscarConfig, chosen: Chosen) -> tuple[Path, str]:
     """The artifact's file and its codec. ``model``: SGLang's ModelConfig."""
-    from ..artifact import file as art
-
-    codec = _codec_of(config)
+    codec = chosen.codec
     try:
         with model_folder(view, model) as folder:
-            if config.artifact != "auto":
+            if (found := chosen.artifact) is not None:
                 path = Path(config.artifact).expanduser()
                 beside = path.resolve().parent == Path(view.model_path).resolve()
                 if beside and path.suffix == ".safetensors":
@@ -104,7 +123,6 @@ def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, st
                         f"{path}: SGLang takes every .safetensors file in the model's folder for "
                         "weights; move the artifact to another folder"
                     )
-                found = art.load(path)
                 art.check(found, art.Fingerprint.of(folder), config.codec)
                 _check_omni(path, found, config)
                 if config.bits is not None:
@@ -119,12 +137,11 @@ def _find_artifact(view: Any, model: Any, config: OscarConfig) -> tuple[Path, st
                 logger.warning("oscar: dummy weights, so data-free (Hadamard) codec parameters")
                 fingerprint = art.Fingerprint.of(folder)
                 return keep(art.data_free(fingerprint, codec, config.omni_options)), codec
-            from ..calibration import CalibrationError, ensure_artifact
+            from ..calibration import CalibrationError, Plan, ensure_artifact
 
+            plan = Plan(folder, codec_options=config.omni_options, bits=config.bits)
             try:
-                made, path, created = ensure_artifact(
-                    folder, codec, config.omni_options, bits=config.bits
-                )
+                made, path, created = ensure_artifact(plan, codec)
             except CalibrationError as error:
                 raise OscarError(f"{error}; or give --oscar-artifact FILE") from error
         how = "calibrated" if created else "found"
@@ -160,7 +177,7 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
     for name, value in config.omni_options.items():
         if artifact.codec != "omni":
             holds = f"codec {artifact.codec}"
-        elif (held := chosen(artifact.options)[name]) != value:
+        elif (held := artifact.spec.meta.chosen(artifact.options)[name]) != value:
             holds = f"codec omni with {name} {held}"
         else:
             continue
@@ -168,56 +185,3 @@ def _check_omni(path: Path, artifact: Any, config: OscarConfig) -> None:
             f"{path}: holds {holds}, asked for --oscar-omni-{name} {value}; drop the flag, or drop "
             "--oscar-artifact"
         )
-
-
-def pool_setup(kvc: Any) -> Any:
-    """The pool's set-up in a scheduler process, from SGLang's ``KVCacheConfigurator``."""
-    from sglang.srt.runtime_context import get_parallel
-
-    from ..artifact import file as art
-    from ..pool.memory_pool import PoolSetup
-    from ..pool.sizing import ROW_SLACK, decode_attention, with_workspace
-    from .seam import config_of, plan_of
-
-    config = config_of(kvc.server_args)
-    artifact = art.load(Path(config.artifact))
-    parallel = get_parallel()
-    params = art.shard(artifact, parallel.attn_tp_rank, parallel.attn_tp_size)
-    layer_ids, plan, attention = attention_layer_ids(kvc), plan_of(kvc), None
-    log_event(
-        logger,
-        "pool",
-        codec=config.codec,
-        artifact=artifact.id,
-        rank=f"{parallel.attn_tp_rank}/{parallel.attn_tp_size}",
-        bytes_per_token=plan.bytes_per_token,
-        bf16_bytes_per_token=plan.bf16_bytes_per_token,
-        sink=plan.windows.n_sink,
-        recent=plan.windows.n_recent,
-        request_rows=plan.rows,
-        scratch_tokens=plan.scratch_tokens,
-        sink_cache_rows=plan.sink_cache_rows,
-        prefix_window=config.prefix_window,
-        **(
-            {f"omni_{n}": value for n, value in chosen(artifact.options).items()}
-            if config.codec == "omni"
-            else {}
-        ),
-    )
-    if kvc.device != "cpu":
-        attention = decode_attention(kvc, plan)
-        plan = with_workspace(kvc, plan, attention)
-    return PoolSetup(
-        plan=plan,
-        spec=artifact.spec,
-        specs=artifact.specs,
-        params=params,
-        artifact_id=artifact.id,
-        fingerprint=artifact.fingerprint,
-        data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
-        layer_ids=tuple(layer_ids),
-        context=kvc.model_config.context_len + ROW_SLACK,
-        reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
-        decode_attention=attention,
-        prefill_attention=config.prefill_attention,
-    )

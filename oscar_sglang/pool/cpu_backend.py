@@ -13,8 +13,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from ..config import OscarError
 from ..kernels import reference
 from ..kernels.padding import padded
-from ..plugin.seam import config_of
-from ..watch.debug_tags import DebugTags
 from .memory_pool import oscar_pool
 
 if TYPE_CHECKING:
@@ -112,36 +110,34 @@ class OscarAttnBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
-        self.tags: DebugTags | None = None
-        if config_of(runner.server_args).debug_tags:
-            table = self.req_to_token_pool.req_to_token
-            self.tags = self.pool.tags = DebugTags(self.pool.segments, table.shape[1])
-            logger.warning("oscar: debug tags are on: every read is checked, which is slow")
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         fb, seg = forward_batch, self.pool.segments
         if fb.forward_mode.is_idle():
             self.batch = None
             return
+        self.pool.watch.before()
+        started = None
         if fb.forward_mode.is_decode():
             prefix_lens = fb.seq_lens - 1
         else:
             prefix_lens = fb.extend_prefix_lens
-            self._start_requests(fb.req_pool_indices, prefix_lens)
+            started = self._start_requests(fb.req_pool_indices, prefix_lens)
         self.batch = reference.plan_batch(
             seg, fb.req_pool_indices, prefix_lens, fb.seq_lens, fb.out_cache_loc
         )
-        if self.tags:
-            self.tags.begin(self.batch, fb.input_ids, self.req_to_token_pool.req_to_token)
+        self.pool.watch.begins(fb, started)
         self._count()
 
-    def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> None:
-        """Take over request rows that were handed out since they were last seen here."""
+    def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+        """Take over request rows that were handed out since they were last seen here: which [B]."""
+        started = torch.zeros(len(rows), dtype=torch.bool)
         generation = self.req_to_token_pool.req_generation
         n_sink = self.pool.setup.plan.windows.n_sink
-        for row, prefix in zip(rows.tolist(), prefix_lens.tolist(), strict=True):
+        for i, (row, prefix) in enumerate(zip(rows.tolist(), prefix_lens.tolist(), strict=True)):
             if row == 0 or generation[row] == self.seen_generation[row]:
                 continue
+            started[i] = True
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
@@ -151,8 +147,7 @@ class OscarAttnBackend(AttentionBackend):
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()
                 hits = reference.restore_sinks(self.pool.segments, row, slots)
                 self.pool.device_counters += torch.tensor([hits, cached - hits, 1])
-            if self.tags:
-                self.tags.start(row, self.req_to_token_pool.req_to_token[row, :prefix].long())
+        return started
 
     def _count(self) -> None:
         prefix, scratch = self.batch.prefix_lens, self.pool.scratch.shape[1]
@@ -190,8 +185,7 @@ class OscarAttnBackend(AttentionBackend):
         )
         if self.pool.observer:
             self.pool.observer(index, q, k, v, out)
-        if self.tags and index == 0:
-            self.tags.check_reads()
+        self.pool.watch.attended(index)
         reference.store(self.pool.segments, index, self.batch, k, v)
         return out[..., :d].to(q.dtype).flatten(1)
 

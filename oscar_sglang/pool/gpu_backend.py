@@ -9,7 +9,6 @@ rotated basis and merged by LSE; then the chunk is stored.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,12 +25,10 @@ from ..kernels.restore import restore_sinks
 from ..kernels.rotate import join_prefix, rotate_queries
 from ..kernels.store import store
 from ..kernels.views import TokenBatch, layer_view
-from ..plugin.seam import config_of
-from ..watch.gpu_probe import Probe
-from ..watch.gpu_tags import DEFAULT_EVERY, GpuTags
 from .cpu_backend import refuse_layer, refuse_layers
 from .memory_pool import oscar_pool
-from .prefix_tiles import Tile, plan_tiles, to_device
+from .prefix_tiles import ExtendPlan, Tile, plan_tiles, to_device
+from .watching import NoWatch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -43,15 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class ExtendPlan:
-    """Device metadata of one extend; ``tiles`` is empty when nothing is cached."""
-
-    cu_fresh: torch.Tensor  # [B+1] int32
-    longest: int
-    hist_end: torch.Tensor  # [B] int64
-    tiles: list[Tile]
+_CAPTURED = NoWatch()  # a captured step is no request's
 
 
 class OscarGpuBackend(AttentionBackend):
@@ -70,41 +59,19 @@ class OscarGpuBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        config = config_of(runner.server_args)
-        self.varlen = varlen_attention(config.prefill_attention, self.device)
+        library = self.pool.setup.prefill_attention
+        self.varlen = varlen_attention(library, self.device)
         seg = self.pool.segments
         self.views = [layer_view(seg, i) for i in range(self.pool.layer_num)]
         self.windows, self.block = self.pool.setup.plan.windows, seg.spec.block
         self.decode_attention: DecodeAttention = self.pool.decode_attention
-        self._log_kernels(config.prefill_attention or "the reference")
+        self._log_kernels(library or "the reference")
         generation = runner.req_to_token_pool.req_generation
         self.seen_generation = torch.zeros_like(generation, device=self.device)
         self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
         self.tokens: TokenBatch | None = None
         self.step: DecodeStep | None = None
         self.extend: ExtendPlan | None = None
-        self.tags: GpuTags | None = None
-        if config.debug_tags:
-            self._watch(config.debug_tags_every or DEFAULT_EVERY)
-
-    def _watch(self, every: int) -> None:
-        self.tags = self.pool.tags = GpuTags(self.pool.segments, self.req_to_token, every)
-        self.probe = Probe(self, self.tags)
-        logger.warning(
-            "oscar: debug tags are on: every write is recorded and every %d. step checked, which "
-            "is slow",
-            every,
-        )
-
-    def check_kernels(self) -> None:
-        """Compare CUDA kernels with the reference before serving, where no test has done so: of
-        each kind of layer one."""
-        from ..health.selftest import check_served, proven
-
-        attention = self.decode_attention
-        if attention.cuda and not proven(attention.device, self.pool.segments.spec.name):
-            for view in {v.spec: v for v in self.views}.values():
-                check_served(attention, view.spec, view.params)
 
     def _log_kernels(self, prefill: str) -> None:
         logger.info("oscar: prefill attention by %s", prefill)
@@ -128,40 +95,18 @@ class OscarGpuBackend(AttentionBackend):
         fb = forward_batch
         if fb.forward_mode.is_idle():
             return
-        tags = self.tags if self.tags and not in_capture and self.tags.live() else None
-        if tags:
-            tags.seal()
+        watch = _CAPTURED if in_capture else self.pool.watch
+        watch.before()
         if fb.forward_mode.is_decode():
             self.extend = None
             if not in_capture:
                 padding = getattr(fb, "num_padding", 0)  # only a graph replay's view has it
                 self.pool.counters.demoted_tokens += fb.batch_size - padding
-                if tags:
-                    self._watch_decode(fb, fb.batch_size - padding)
+            watch.begins(fb, None)
             return
-        self._start_requests(fb)
+        started = self._start_requests(fb)
         self.extend = self._plan_extend(fb)
-        if tags:
-            self._watch_extend(fb)
-
-    def _watch_decode(self, fb: ForwardBatch, requests: int) -> None:
-        """``requests``: without a graph's padding."""
-        rows, ends = fb.req_pool_indices[:requests].long(), fb.seq_lens[:requests].long()
-        if self.tags.due():
-            self.tags.check(rows, ends - 1)
-            self.probe.decode(rows, ends - 1)
-        tokens, slots = fb.input_ids[:requests], fb.out_cache_loc[:requests]
-        self.tags.begin(rows, ends - 1, ends, tokens, slots)
-
-    def _watch_extend(self, fb: ForwardBatch) -> None:
-        rows, prefix = fb.req_pool_indices.long(), fb.extend_prefix_lens.long()
-        if self.tags.due():
-            self.tags.check(rows, prefix)
-            for tile in self.extend.tiles:
-                self.probe.extend(tile, rows, prefix, self.extend.hist_end)
-        total = fb.extend_num_tokens
-        tokens, slots = fb.input_ids[:total], fb.out_cache_loc[:total]
-        self.tags.begin(rows, prefix, fb.seq_lens.long(), tokens, slots)
+        watch.begins(fb, started, self.extend)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         fb = forward_batch
@@ -200,8 +145,9 @@ class OscarGpuBackend(AttentionBackend):
         claim_sinks(tag, self.claim, positions, slots, n_sink, index)
         return TokenBatch(rows.to(torch.int64), positions, ends, slots, index)
 
-    def _start_requests(self, fb: ForwardBatch) -> None:
-        """Take over request rows handed out since they were last seen, without synchronising."""
+    def _start_requests(self, fb: ForwardBatch) -> torch.Tensor:
+        """Take over request rows handed out since they were last seen, without synchronising:
+        which [B]."""
         rows, prefix_lens = fb.req_pool_indices, fb.extend_prefix_lens.to(torch.int64)
         generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
         started = (generation != self.seen_generation[rows]) & (rows > 0)
@@ -218,8 +164,7 @@ class OscarGpuBackend(AttentionBackend):
                 started,
                 self.pool.device_counters,
             )
-        if self.tags and self.tags.armed:
-            self.tags.start(rows.long(), prefix_lens, started, list(fb.extend_prefix_lens_cpu))
+        return started
 
     def _plan_extend(self, fb: ForwardBatch) -> ExtendPlan:
         prefix, fresh = list(fb.extend_prefix_lens_cpu), list(fb.extend_seq_lens_cpu)

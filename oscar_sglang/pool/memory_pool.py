@@ -20,6 +20,7 @@ from ..kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
 from .hybrid import attention_pool
 from .memory_log import block
 from .varlen import workspace_bytes
+from .watching import NoWatch, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class OscarKVPool(MHATokenToKVPool):
         self.setup = setup
         self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
-        self.tags: Any = None  # of --oscar-debug-tags, set by the attention backend
+        self.watch: Watch = NoWatch()
         # Called with a layer's index, q, k, v and output of an extend, while recalibrating.
         self.observer: Callable[..., None] | None = None
         self.calibration = Calibration(
@@ -239,6 +240,11 @@ class OscarKVPool(MHATokenToKVPool):
     def windows(self) -> WindowLayout:
         return self.setup.plan.windows
 
+    def ready(self) -> None:
+        """The server is ready: what graph capture and warm-up ran was no request."""
+        self.reset_counters()
+        self.watch.ready()
+
     def reset_counters(self) -> None:
         self.counters = Counters()
         self.device_counters.zero_()
@@ -272,7 +278,7 @@ class OscarKVPool(MHATokenToKVPool):
             "bytes": parts,
             "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),
-            **({"debug_tags": self.tags.stats()} if self.tags else {}),
+            **self.watch.stats(),
             **counters,
         }
 

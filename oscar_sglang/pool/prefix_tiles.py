@@ -27,6 +27,16 @@ class Tile:
     queries: slice
 
 
+@dataclass
+class ExtendPlan:
+    """Device metadata of one extend; ``tiles`` is empty when nothing is cached."""
+
+    cu_fresh: torch.Tensor  # [B+1] int32
+    longest: int
+    hist_end: torch.Tensor  # [B] int64
+    tiles: list[Tile]
+
+
 def split(prefix: list[int], capacity: int) -> list[list[tuple[int, int, int]]]:
     """Tiles as lists of (request, first position, length); requests without a prefix inside a
     tile appear with length 0, so that a tile covers consecutive requests. A tile that holds

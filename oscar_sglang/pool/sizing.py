@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from ..artifact.header import read_header
-from ..config import OscarConfig, portable_kernels
+from ..config import OscarConfig
 from ..kernels.codec import CODECS
-from ..kernels.codec_position import table_bytes
 from ..kernels.layout import MemoryPlan, WindowLayout, stored_head_dim
-from ..kernels.means import floats_per_head
-from .hybrid import attention_layer_ids
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +82,9 @@ def make_plan(
         )
     on_cpu = device == "cpu"
     floats, tables = sum(math.prod(shape) for shape in spec.tensors(channels).values()), 0
-    if spec.meta == "position" and not on_cpu:  # what the kernels derive from these
-        floats += floats_per_head(channels)
-        tables = table_bytes(channels, context_length + ROW_SLACK)
+    if not on_cpu:  # what the kernels derive from these
+        floats += spec.meta.kernel_floats(channels)
+        tables = spec.meta.table_bytes(channels, context_length + ROW_SLACK)
     sink_rows = config.sink_cache_tokens or default_sink_rows(
         config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
     )
@@ -109,63 +102,4 @@ def make_plan(
         table_bytes=tables,
         widths=widths,
         head_dim=head_dim,
-    )
-
-
-def tag_bytes(config: OscarConfig, device: str) -> int:
-    """Device bytes a slot that ``--oscar-debug-tags`` takes beside the pool."""
-    from ..watch.gpu_tags import BYTES_PER_SLOT
-
-    return BYTES_PER_SLOT if config.debug_tags and device != "cpu" else 0
-
-
-def plan_for(kvc: Any, config: OscarConfig, budget_bytes: int) -> MemoryPlan:
-    """``make_plan`` from SGLang's ``KVCacheConfigurator``."""
-    from sglang.srt.runtime_context import get_parallel, get_schedule
-
-    requested = get_schedule().max_running_requests
-    plan = make_plan(
-        config,
-        layers=len(attention_layer_ids(kvc)),
-        kv_heads=kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size),
-        head_dim=kvc.model_config.head_dim,
-        itemsize=kvc.model_dtype.itemsize,
-        budget_bytes=budget_bytes,
-        max_running_requests=requested and max(1, requested // kvc.attn_dp_size),
-        device=kvc.device,
-        context_length=kvc.model_config.context_len,
-        max_total_tokens=get_schedule().max_total_tokens,
-        widths=read_header(Path(config.artifact)).widths,
-    )
-    return with_workspace(kvc, plan, decode_attention(kvc, plan) if kvc.device != "cpu" else None)
-
-
-def with_workspace(kvc: Any, plan: MemoryPlan, attention: Any) -> MemoryPlan:
-    """``plan`` with the buffers of ``decode_attention`` and of prefill attention on this GPU."""
-    if attention is None:
-        return plan
-    from ..plugin.seam import config_of
-    from .varlen import workspace_bytes
-
-    prefill = workspace_bytes(config_of(kvc.server_args).prefill_attention)
-    return replace(plan, workspace_bytes=attention.num_bytes + prefill)
-
-
-def decode_attention(kvc: Any, plan: MemoryPlan) -> Any:
-    """The kernels' decode attention for this rank; its buffers are allocated on first use."""
-    from sglang.srt.runtime_context import get_parallel, get_schedule
-
-    from ..kernels.decode import DecodeAttention
-
-    return DecodeAttention(
-        heads=kvc.model_config.num_attention_heads // get_parallel().attn_tp_size,
-        kv_heads=plan.history.kv_heads,
-        head_dim=plan.history.head_dim,
-        dtype=kvc.model_dtype,
-        windows=plan.windows,
-        page_size=get_schedule().page_size,
-        max_batch=plan.rows - 1,
-        device=kvc.device,
-        block=plan.history.block,
-        triton_only=portable_kernels(),
     )

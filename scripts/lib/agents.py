@@ -32,7 +32,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
-from server import Client
+from scripts.lib.server import Client
 
 # "Far below": at most this share of the median KL between different sessions.
 FOREIGN_SHARE = 0.1

@@ -11,9 +11,10 @@ import time
 from typing import Any
 
 import psutil
-from server import Server
-from shapes import tokens
-from traffic import ask, finish
+
+from scripts.lib.server import Server
+from scripts.lib.shapes import tokens
+from scripts.lib.traffic import ask, finish
 
 GB = 2**30
 POOL_LOG = re.compile(r"(Load weight|Memory pool) end\..*?avail mem=([\d.]+) GB")

@@ -11,7 +11,7 @@ import math
 import statistics
 from itertools import combinations
 
-from server import Client
+from scripts.lib.server import Client
 
 FORCE = 60.0  # logits of other tokens never differ by that much
 LENGTHS = (700, 63, 64, 65, 319, 320, 321, 450)  # around the sinks' and the windows' ends

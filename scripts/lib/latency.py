@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterator
 
 import numpy as np
-from server import Server
-from shapes import UNUSED_TOKEN, tokens
-from traffic import ask_one, ask_together, tpot_figures
+
+from scripts.lib.server import Server
+from scripts.lib.shapes import UNUSED_TOKEN, tokens
+from scripts.lib.traffic import ask_one, ask_together, tpot_figures
 
 DOCUMENT = 1  # seed of the document whose prefixes are the contexts
 

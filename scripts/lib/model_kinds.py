@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, edit_config, family, lora_adapter
+
+from scripts.lib.tiny_models import VOCAB, edit_config, family, lora_adapter
 
 # Wide enough for the kernels that real models use: GQA of 4, 8-bit and 4-bit weight tiles.
 _SIZES = dict(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from inprocess import Request, Runner
+
+from scripts.lib.inprocess import Request, Runner
 
 ROWS = 129
 

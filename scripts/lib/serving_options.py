@@ -7,17 +7,17 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from shapes import CACHES, SHAPES
+from scripts.lib.shapes import CACHES, SHAPES
 
 SCENARIOS = ("memory", "prefill", "decode", "ttft", "job", "agents")
 
 
-def _names(allowed):
+def names(allowed):
     def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := set(names) - set(allowed):
+        given = text.split(",")
+        if unknown := set(given) - set(allowed):
             raise argparse.ArgumentTypeError(f"{unknown.pop()} is none of {', '.join(allowed)}")
-        return [name for name in allowed if name in names]
+        return [name for name in allowed if name in given]
 
     return parse
 
@@ -30,7 +30,7 @@ def _cases(text: str) -> list[tuple[int, int]]:
     return [tuple(map(int, case.split("x"))) for case in text.split(",")]
 
 
-def _flags(text: str) -> tuple[str, list[str]]:
+def cache_flags(text: str) -> tuple[str, list[str]]:
     cache, _, flags = text.partition("=")
     if cache not in CACHES:
         raise argparse.ArgumentTypeError(f"{cache} is none of {', '.join(CACHES)}")
@@ -76,14 +76,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     p.add_argument("--layers", type=int, help="fewer layers, for a quick look")
-    p.add_argument("--caches", type=_names(CACHES), default=list(CACHES))
-    p.add_argument("--scenarios", type=_names(SCENARIOS), default=list(SCENARIOS))
+    p.add_argument("--caches", type=names(CACHES), default=list(CACHES))
+    p.add_argument("--scenarios", type=names(SCENARIOS), default=list(SCENARIOS))
     p.add_argument("--mem-fraction", default="0.5")
     p.add_argument("--job-mem-fraction", default="0.28", help="for job and agents")
     for name, (kind, default, text) in SIZES.items():
         p.add_argument("--" + name, type=kind, default=default, help=f"{text} [{default}]")
     p.add_argument(
-        "--flags", type=_flags, action="append", default=[], metavar="CACHE=FLAGS",
+        "--flags", type=cache_flags, action="append", default=[], metavar="CACHE=FLAGS",
         help="server flags of a cache instead of the default ones",
     )  # fmt: skip
     p.add_argument("--server-flags", type=shlex.split, default=[], help="more, for every cache")

@@ -1,4 +1,4 @@
-"""Rows of the serving benchmark's JSON: merging runs, speed-ups, and the table of the README."""
+"""Rows of the serving benchmark's JSON: merging runs, speed-ups, the table of scripts/README.md."""
 
 from __future__ import annotations
 

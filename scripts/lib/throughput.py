@@ -9,9 +9,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from server import Server
-from shapes import bf16_token_bytes, tokens
-from traffic import Finished, answer_ids, ask, ask_one, closed_loop, finish, load_figures
+from scripts.lib.server import Server
+from scripts.lib.shapes import bf16_token_bytes, tokens
+from scripts.lib.traffic import (
+    Finished,
+    answer_ids,
+    ask,
+    ask_one,
+    closed_loop,
+    finish,
+    load_figures,
+)
 
 # Documents of a job over those a BF16 cache would hold: twice what FP8 holds, less than int2 does.
 DOCUMENTS_OVER_BF16 = 4

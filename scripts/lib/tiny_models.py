@@ -56,7 +56,7 @@ FAMILIES = {
     "qwen2-window": dict(
         model_type="qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
-    # One projection of Q, K and V; RoPE on three quarters of the channels; rows of 128 in the cache.
+    # Q, K and V in one projection; RoPE on three quarters of the channels; rows of 128 cached
     "phi3": dict(
         model_type="phi3",
         head_dim=96,

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import COMMON, PATCH, SPECIAL, VISION, VISION_IDS, VOCAB, family, mrope, write
+
+from .tiny_models import COMMON, PATCH, SPECIAL, VISION, VISION_IDS, VOCAB, family, mrope, write
 
 _TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ ' ' + m.content }}{% else %}"

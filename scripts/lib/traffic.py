@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from server import Client
+
+from scripts.lib.server import Client
 
 BLOCK = 8  # tokens whose latencies are averaged: a chunk of HTTP may bring several at once
 MIN_BLOCKS = 3  # per stream, below which a median says little

@@ -1,30 +1,13 @@
 """Kernel tests: one body for a GPU and for Triton's interpreter on a CPU (tiny shapes there)."""
 
-import importlib
-import os
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
+import triton
 
-# Triton decides at import whether kernels are interpreted; servers that other tests start must not
-# inherit that.
-INTERPRET = not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
-if INTERPRET:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import triton.experimental.gluon.language  # noqa: E402, F401  the interpreter loads it late
-from emulated import compiler, cuda  # noqa: E402, F401  fixtures
-
-from oscar_sglang.kernels import codec, layout, reference  # noqa: E402
-from oscar_sglang.kernels.layout import WindowLayout  # noqa: E402
-from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore  # noqa: E402
-
-for file in sorted(Path(layout.__file__).parent.glob("*.py")):
-    importlib.import_module(f"oscar_sglang.kernels.{file.stem}")
-if INTERPRET:
-    del os.environ["TRITON_INTERPRET"]
+from oscar_sglang.kernels import codec, reference
+from oscar_sglang.kernels.layout import WindowLayout
+from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
+from tests.support.emulated import compiler, cuda  # noqa: F401  fixtures
 
 
 def pytest_collection_modifyitems(items):
@@ -77,7 +60,7 @@ def codec_params(spec: codec.CodecSpec, heads: int, dim: int, device) -> codec.L
         "metric": metric.float().to(device),
         "grid": torch.tensor([[-7.9, -6.1, 0.047], [-8.2, -7.3, 0.053]]).repeat(heads, 1, 1),
     }
-    if spec.meta == "position":  # 8 octaves; the mean's share; keys' basis not orthogonal
+    if spec.meta.name == "position":  # 8 octaves; the mean's share; keys' basis not orthogonal
         stretch = torch.rand(heads, 1, dim, dtype=torch.float64) + 0.5
         r_k = made["r_k"].cpu().double() * stretch @ orthogonal(heads, dim, "cpu").double()
         made |= {
@@ -102,11 +85,11 @@ class Lab:
             device, kv_heads, group, dim, dtype,
         )  # fmt: skip
         spec = codec.CODECS[codec_name.rstrip("24")]  # position42: 4 bits for K
-        if spec.meta == "position":  # RoPE of all but a quarter of the channels
+        if spec.meta.name == "position":  # RoPE of all but a quarter of the channels
             theta = 0.3 ** torch.arange(3 * dim // 8, dtype=torch.float64)
             rope = codec.Rope.of(theta.tolist(), dim, adjacent)
             bits = codec_name.removeprefix("position") or "22"
-            spec = codec.with_bits(replace(spec, rope=rope), *map(int, bits))
+            spec = codec.with_bits(codec.with_rope(spec, rope), *map(int, bits))
         if spec.block > 1:  # pages are blocks, and the ring holds at least one
             page, n_recent = spec.block, spec.ring_tokens(n_recent)
             first_slot_block = spec.block // 16

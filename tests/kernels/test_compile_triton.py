@@ -1,15 +1,12 @@
 """Triton kernels compiled for GPUs that are not there: what the interpreter does not see."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from oscar_sglang.kernels import store
+from tests.support.runner import result_of
 
-HERE = Path(__file__).parent
 KERNELS = Path(store.__file__).parent
 # CUDA C++ programming guide, maximum shared memory of a thread block; of sm_86 as of sm_89.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -17,10 +14,7 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 
 @pytest.mark.parametrize("sm, codec", [(89, "omni"), (90, "position"), (80, "accurate")])
 def test_the_largest_head_fits_in_shared_memory(sm, codec):
-    command = [sys.executable, HERE / "compile_triton.py", str(sm), "256", codec]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared = json.loads(done.stdout)
+    shared = result_of("compile_triton", sm, 256, codec, TRITON_INTERPRET="0")
     assert max(shared.values()) <= SHARED_MEMORY[sm], shared
     files = [file.read_text() for file in KERNELS.glob("*.py")]
     every = {line.split("(")[0] for text in files for line in text.split("@triton.jit\ndef ")[1:]}

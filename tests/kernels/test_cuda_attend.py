@@ -1,16 +1,15 @@
 """The CUDA form of attend and merge: compiles wherever NVRTC is, runs where a GPU is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from oscar_sglang.kernels import codec_lloyd, cuda_attend, cuda_store, driver, nvrtc
-from oscar_sglang.kernels.tile import FORMS
+from oscar_sglang.kernels import codec, codec_lloyd, cuda_attend, cuda_store, driver, nvrtc
+from oscar_sglang.kernels.cuda_args import Coding, Shape
 from oscar_sglang.kernels.views import query_buffer
-
-KERNELS = Path(nvrtc.__file__).parent
 
 
 def form(kernel, splits, page=16, **kw):
@@ -38,22 +37,24 @@ def test_compiles_without_a_toolkit(meta, dim, arch, paged, k_bits, v_bits, tmp_
     if not nvrtc.available():
         pytest.skip("no NVRTC library in this environment (pip package nvidia-cuda-nvrtc)")
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path))
-    shape = {"HEAD_DIM": dim, "KV_HEADS": 8, "GROUP": 4, "WINDOW_BF16": 1, "META_FORM": FORMS[meta]}
-    shape |= {"K_BITS": k_bits, "V_BITS": v_bits}
-    attend = {"SOFT_CAP": 1, "WARPS": 4, "STAGES": 4, "MIN_CTAS": 4, "PAGED": paged, "WIN_COST": 4}
+    spec = next(c for c in codec.CODECS.values() if c.meta.name == meta)
+    spec = replace(spec, k_bits=k_bits, v_bits=v_bits)
+    shape = Shape(spec.layout(8, dim), group=4, bf16=True, form=spec.meta.form)
     searched = meta in ("affine", "compact", "position")
-    codes = {"K_RANK": 0, "V_RANK": 1, "FEEDBACK": searched, "ACCURATE": searched and not paged}
-    codes = {name: int(on) for name, on in codes.items()}
-    merge = codes | {"MERGE_ROWS": 4}
-    kernels = [(cuda_attend.ATTEND_FILES, attend), (cuda_attend.MERGE_FILES, merge)]
+    coding = Coding(k_rank=False, v_rank=True, feedback=searched, accurate=searched and not paged)
+    means = meta == "position"
+    kernels = [(cuda_attend.MERGE, cuda_attend.merge_defines(shape, coding, 4))]
+    for kernel in ["attend_warp", *["attend_cta"] * paged]:
+        defines = cuda_attend.attend_defines(form(kernel, 1, 16 * paged or 1), shape, True, means)
+        kernels.append((cuda_attend.ATTEND, defines))
     if meta != "channel":
-        kernels.append((cuda_store.STORE_FILES, codes))
-    for files, extra in kernels:
-        file, source = files[-1], "\n".join((KERNELS / name).read_text() for name in files)
-        first = nvrtc.compile_cubin(source, arch, shape | extra, file)
+        kernels.append((cuda_store.SOURCE, cuda_store.defines_of(shape, coding)))
+    for source, defines in kernels:
+        built = source.text(), arch, dict(defines), source.name
+        first = nvrtc.compile_cubin(*built)
         monkeypatch.setattr(nvrtc, "_compile", None)  # the second time comes from disk
-        assert nvrtc.compile_cubin(source, arch, shape | extra, file) == first
-        assert list((tmp_path / "kernels").glob(f"{Path(file).stem}-*.cubin"))
+        assert nvrtc.compile_cubin(*built) == first
+        assert list((tmp_path / "kernels").glob(f"{Path(source.name).stem}-*.cubin"))
         monkeypatch.undo()
         monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path))
 

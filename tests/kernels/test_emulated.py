@@ -8,20 +8,25 @@ store the same bytes but for rows at a tie of float32 rounding.
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from emulated import EMULATOR
 
 from oscar_sglang.health.selftest import check_served
 from oscar_sglang.kernels import codec, cuda_attend, cuda_store
 from oscar_sglang.kernels.attend import Partials
+from oscar_sglang.kernels.cuda_args import Shape
 from oscar_sglang.kernels.decode import DecodeAttention
+from oscar_sglang.kernels.driver import Source
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.plan import plan_attend
 from oscar_sglang.kernels.views import prepare_queries, query_buffer
+from tests.support.emulated import EMULATOR, SOURCES
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="without a GPU only: one runs the kernels themselves"
@@ -182,3 +187,56 @@ def test_threads_that_wait_in_vain_are_noticed(compiler, tmp_path):
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode != 0 and "wait for each other" in done.stderr
+
+
+def added(text: str) -> str:
+    return text.replace("int batch, n_sink,", "int batch, spare, n_sink,")
+
+
+def hidden(text: str) -> str:
+    """A field where the compiler leaves a gap, so that the size stays."""
+    return text.replace("  int zero; ", "  int zero, spare; ")
+
+
+def swapped(text: str) -> str:
+    text = text.replace("const u16* sink_k;", "const u16* later;")
+    return text.replace("const u16* sink_v;", "const u16* sink_k;").replace("* later;", "* sink_v;")
+
+
+@pytest.mark.parametrize("change", [None, added, hidden, swapped], ids=lambda c: c and c.__name__)
+def test_an_argument_block_that_is_not_its_mirror_does_not_compile(compiler, tmp_path, change):
+    folder = tmp_path / "sources"
+    shutil.copytree(SOURCES, folder)
+    if change:
+        text = (folder / "warp.cu").read_text()
+        assert change(text) != text
+        (folder / "warp.cu").write_text(change(text))
+    compiles_as_mirrored(compiler, folder, cuda_attend.ATTEND, fails=bool(change))
+
+
+def compiles_as_mirrored(compiler, folder: Path, source: Source, fails: bool) -> None:
+    shape = Shape(codec.CODECS["feedback"].layout(2, 64), 2, False, 0)
+    defines = dict(cuda_attend.attend_defines(PAGED, shape, False, False))
+    built = source, defines, folder / "part", folder, "-fsyntax-only"
+    if not fails:
+        return compiler.compile(*built)
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        compiler.compile(*built)
+    message = error.value.stderr
+    assert "blank_Args" in message or "is not as its ctypes mirror" in message, message[-2000:]
+
+
+@pytest.mark.parametrize("change", ["added", "missing", "wider"])
+def test_a_mirror_that_is_not_its_argument_block_does_not_compile(compiler, tmp_path, change):
+    fields = list(cuda_attend.Args._fields_)
+    if change == "added":
+        fields.append(("spare", ctypes.c_int64))
+    elif change == "missing":
+        fields.remove(("channels", ctypes.c_void_p))
+    else:
+        fields[fields.index(("zero", ctypes.c_int))] = ("zero", ctypes.c_int64)  # the same size
+    mirror = type("Args", (ctypes.Structure,), {"_fields_": fields})
+    source = cuda_attend.ATTEND._replace(mirrors=(mirror,))
+    folder = tmp_path / "sources"
+    shutil.copytree(SOURCES, folder)
+    compiles_as_mirrored(compiler, folder, source, fails=True)

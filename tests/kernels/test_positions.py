@@ -17,7 +17,7 @@ def test_error_does_not_depend_on_the_position(lab, device, codec_name):
     """Keys that are the position's mean times a share, plus the same rest in channels where the
     mean is 0: the same codes wherever they stand, so the same error within rounding."""
     x = lab(lens=(80,), kv_heads=HEADS, group=1, dim=DIM, n_sink=1, codec_name=codec_name)
-    seg, params, rope = x.seg, x.seg.params[0], x.seg.spec.rope
+    seg, params, rope = x.seg, x.seg.params[0], x.seg.spec.meta.rope
     seg.context = CONTEXT
     index = torch.tensor(rope.pairs, device=device)
     with_mean = torch.arange(DIM, device=device) % (DIM // 2) % 2 == 0  # of the pairs every other

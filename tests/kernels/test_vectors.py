@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import vectors
 
 from oscar_sglang.kernels import codec
 from oscar_sglang.kernels.codec import RangeRule
 from oscar_sglang.kernels.store import store
 from oscar_sglang.kernels.views import TokenBatch
+from tests.support import vectors
 
 
 @pytest.mark.parametrize("d", [64, 128])

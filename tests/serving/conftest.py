@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import LLAMA
-from vectors import DATA
 
 from oscar_sglang.launch_server import enter_cpu_mode, has_gpu
+from scripts.lib.tiny_models import LLAMA
+from tests.support.vectors import DATA
 
 if not has_gpu():
     enter_cpu_mode()  # before anything imports sglang
@@ -27,7 +27,7 @@ CALIBRATION = f"{DATA / 'smollm2_tokens.npz'}:cal_tech"
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, converted once per checkout."""
     target = Path(os.environ.get("OSCAR_DEMO_MODEL", ROOT / ".cache" / "smollm2-135m"))
-    subprocess.run([sys.executable, ROOT / "scripts" / "demo_model.py", target], check=True)
+    subprocess.run([sys.executable, "-m", "scripts.demo_model", target], cwd=ROOT, check=True)
     return target
 
 
@@ -50,12 +50,12 @@ def documents() -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def artifacts(smollm2, tmp_path_factory) -> dict[str, Path]:
     """Calibrated artifacts of some codecs, from one pass over 4 x 2048 tokens."""
-    from oscar_sglang.calibration import calibrate_codecs
+    from oscar_sglang.calibration import Plan, calibrate_codecs
 
     names = ["feedback", "aligned", "oscar"]
     folder = tmp_path_factory.mktemp("artifacts")
     paths = {}
-    for name, made in calibrate_codecs(smollm2, names, CALIBRATION, 8192).items():
+    for name, made in calibrate_codecs(Plan(smollm2, CALIBRATION), names).items():
         paths[name] = folder / f"{name}.safetensors"
         made.save(paths[name])
     return paths

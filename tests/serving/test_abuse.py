@@ -9,7 +9,8 @@ import socket
 import threading
 
 import pytest
-from server import Server
+
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

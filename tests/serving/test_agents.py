@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import agent_sim
 import pytest
-from agents import Turn, Workload, ask, compare, kl_bound, plan, probe, report, simulate
 from safetensors.torch import load_file, save_file
-from server import Server
-from tiny_models import VOCAB, qwen3
+
+from scripts import agent_sim
+from scripts.lib.agents import Turn, Workload, ask, compare, kl_bound, plan, probe, report, simulate
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import VOCAB, qwen3
 
 pytestmark = pytest.mark.sglang
 

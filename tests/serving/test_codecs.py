@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
-from server import Server
 
-from oscar_sglang.calibration import calibrate_codecs
+from oscar_sglang.calibration import Plan, calibrate_codecs
 from oscar_sglang.kernels.codec import CODECS
+from scripts.lib import tiny_models
+from scripts.lib.server import Server
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 
-SCRIPT = Path(__file__).parents[1] / "codec_parity.py"
 JUDGED = ("accurate", "compact", "lloyd", "omni", "position")
 SERVED = ("accurate-compact", "lloyd", "omni", "position")
 MIXED = 2.75  # bits of ``position``: one of two layers' K and V in 4 bits, the rest in 2
@@ -31,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 def artifacts(model, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("artifacts")
     paths = {}
-    for name, made in calibrate_codecs(model, JUDGED, tokens=600, bits=MIXED).items():
+    for name, made in calibrate_codecs(Plan(model, tokens=600, bits=MIXED), JUDGED).items():
         paths[name] = folder / f"{name}.safetensors"
         made.save(paths[name])
     return paths
@@ -41,14 +38,23 @@ def artifacts(model, tmp_path_factory) -> dict[str, Path]:
 def test_server_and_evaluator_give_the_same_codes(model, artifacts, codec):
     """SGLang and transformers compute K and V in other float32 orders, so a few numbers lie on
     the other side of a rounding tie: at most 1 row in 50, where every row has 64 codes."""
-    command = [sys.executable, SCRIPT, model, artifacts[codec]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = result_of("codec_parity", model, artifacts[codec])
     assert found["codec"] == codec
     assert found["equal"] > 0.98
     assert found["bits"]["server"] == found["bits"]["eval"]
     bits = MIXED if codec == "position" else CODECS[codec].layout(2, 64).bits_per_element
     assert found["bits"]["server"] == bits
+
+
+def test_a_codec_in_one_file(model, tmp_path):
+    """Nothing but ``toy_codec.py`` knows it, and the pool serves what the evaluator judges. Its
+    bits at head_dim 64: 2, and a 16-bit number a row."""
+    found = result_of("toy_codec", model, tmp_path)
+    served = found["served"]
+    assert served["codec"] == "toy" and served["equal"] > 0.98
+    assert served["bits"] == {"server": 2.25, "eval": 2.25}
+    assert 0 < found["kl"]["toy"] < 0.1 and found["css"] == "ours"
+    assert "toy" in (tmp_path / "toy.html").read_text()
 
 
 @pytest.mark.parametrize("codec", SERVED)

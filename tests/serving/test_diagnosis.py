@@ -10,10 +10,10 @@ import time
 import numpy as np
 import psutil
 import pytest
-from server import Server
-from tiny_models import qwen3
 
 from oscar_sglang.events import read_events
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import qwen3
 
 pytestmark = pytest.mark.sglang
 

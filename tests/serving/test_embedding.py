@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny_models
 import torch
-from server import Server
 from sglang.srt.configs.model_config import ModelConfig
 
 from oscar_sglang.config import OscarError
 from oscar_sglang.plugin.refusals import refuse_model
+from scripts.lib import tiny_models
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

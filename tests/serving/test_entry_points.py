@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from server import Server
 
 from oscar_sglang.launch_server import cpu_environment, has_gpu
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -3,20 +3,18 @@ its debug tags. And when a server checks its kernels."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 
 from oscar_sglang.health import selftest
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.launch_server import has_gpu
+from scripts.lib import tiny_models
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 
@@ -30,14 +28,8 @@ SAID = {
 
 
 def run(model: Path, codec: str, every: int) -> dict:
-    script = Path(__file__).parents[1] / "backend_parity.py"
-    done = subprocess.run(
-        [sys.executable, script, model, codec, str(every)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    interpreted = {} if has_gpu() else {"TRITON_INTERPRET": "1"}
+    return result_of("backend_parity", model, codec, every, **interpreted)
 
 
 @pytest.mark.gpu
@@ -86,16 +78,12 @@ def test_gpu_backend_equals_the_reference_backend(tmp_path, monkeypatch, codec, 
     ],
 )
 def test_a_server_checks_kernels_that_are_not_proven(monkeypatch, capability, codec, checks):
-    from oscar_sglang.pool.gpu_backend import OscarGpuBackend
-
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     checked = []
     monkeypatch.setattr(selftest, "check_served", lambda *what: checked.append(what))
-    pool = SimpleNamespace(segments=SimpleNamespace(spec=CODECS[codec]))
     views = [SimpleNamespace(spec=CODECS[codec], params="of layer 0")]
     for cuda in (True, False):  # the portable kernels are none of those
         attention = SimpleNamespace(cuda=cuda, device=torch.device("cuda", 0))
-        backend = SimpleNamespace(pool=pool, decode_attention=attention, views=views)
-        OscarGpuBackend.check_kernels(backend)
+        selftest.check_backend(attention, views)
     assert len(checked) == checks
     assert all(x[1:] == (CODECS[codec], "of layer 0") for x in checked)

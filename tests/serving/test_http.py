@@ -8,10 +8,10 @@ import urllib.error
 
 import pytest
 import torch
-from server import Server
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 
@@ -57,7 +57,7 @@ def next_token_logprobs(response: dict) -> list[dict[int, float]]:
 
 def emulate(model, artifact, ids, hist_end):
     """log-softmax rows of transformers reading history [n_sink, hist_end[p]) as codes."""
-    from oscar_sglang.calibration import QuantisedCache
+    from tests.support.quantised_cache import QuantisedCache
 
     with QuantisedCache(model, artifact, WindowLayout(), hist_end=hist_end), torch.no_grad():
         return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)

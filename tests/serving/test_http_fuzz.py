@@ -8,7 +8,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from server import Server
+
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}

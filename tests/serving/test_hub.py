@@ -12,18 +12,20 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_hub import NAME, Hub
 from huggingface_hub import HfFileSystem, constants
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
-from tiny_models import llama
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.artifact.weights import weight_files
+from oscar_sglang.cli import main
 from oscar_sglang.config import OscarError
+from oscar_sglang.health import doctor
 from oscar_sglang.launch_server import cpu_environment
-from oscar_sglang.plugin.model_folder import model_folder
+from oscar_sglang.plugin.model_folder import NamedModel, model_folder
+from scripts.lib.tiny_models import edit_config, llama
+from tests.support.fake_hub import NAME, Hub
 
 pytestmark = pytest.mark.sglang
 
@@ -150,6 +152,45 @@ def test_calibrates_a_hub_model(hub, revisions, tmp_path):
     made = art.load(done.stdout.split("FOUND ")[1].splitlines()[0])
     assert made.fingerprint == art.Fingerprint.of(revisions["main"])
     assert made.provenance["model"] == NAME.split("/")[1]
+
+
+def test_commands_take_a_hub_name(hub, revisions, tmp_path, monkeypatch, capsys):
+    """Calibrated under its name, verified offline afterwards; another revision is another model."""
+    out = tmp_path / "a.safetensors"
+    model = ["--model", NAME, "--tokens", "600"]
+    assert main(["calibrate", *model, "--codec", "aligned", "--out", str(out)]) == 0
+    made = art.load(out)
+    assert made.fingerprint == art.Fingerprint.of(revisions["main"])
+    assert made.provenance["model"] == NAME.split("/")[1]
+    set_offline(monkeypatch, True)
+    hub.fetched.clear()
+    assert main(["verify", str(out), *model]) in (0, 1) and not hub.fetched
+    assert main(["verify", str(out), *model, "--revision", "v2"]) == 2
+    assert "cannot be fetched from the hub ($HF_HUB_OFFLINE is set)" in capsys.readouterr().err
+    set_offline(monkeypatch, False)
+    assert main(["verify", str(out), *model, "--revision", "v2"]) == 2
+    assert "weights" in capsys.readouterr().err
+
+
+def test_doctor_takes_a_hub_name_and_fetches_nothing_that_is_refused(hub, revisions, tmp_path):
+    folder = tmp_path / "sliding"
+    shutil.copytree(revisions["main"], folder)
+    edit_config(folder, sliding_window=64, use_sliding_window=True, model_type="mistral")
+    edit_config(folder, architectures=["MistralForCausalLM"])
+    hub.revisions["sliding"] = folder
+    (fits,) = [c for c in doctor.examine(NamedModel(NAME)) if c.name == "artifact"]
+    assert fits.status == doctor.NOTE and "first start calibrates" in fits.detail
+    hub.fetched.clear()
+    found = {c.name: c for c in doctor.examine(NamedModel(NAME, "sliding"))}
+    assert found["model MistralForCausalLM"].status == doctor.FAIL and "artifact" not in found
+    assert {name for _, name in hub.fetched} <= {"config.json", "generation_config.json"}
+
+
+def test_without_sglang_a_hub_name_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang.srt.configs.load_config", None)
+    with pytest.raises(OscarError, match=f"{NAME}.*fetched by SGLang.*give a folder"):
+        with NamedModel(NAME).folder():
+            pass
 
 
 @pytest.mark.parametrize(

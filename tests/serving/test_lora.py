@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from server import Server
-from tiny_models import VOCAB, llama, lora_adapter, random_ids
 
 from oscar_sglang.artifact import file as art
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import VOCAB, llama, lora_adapter, random_ids
 
 pytestmark = pytest.mark.sglang
 # SGLang's LoRA code asks for pinned memory, which does not exist without a GPU: the server's

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny_models
-from server import Server
+
+from scripts.lib import tiny_models
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from tiny_models import FAMILIES, head_dim
-from tiny_vision import WRAPPED
 
 from oscar_sglang.kernels.layout import (
     PADDED_HEAD_DIMS,
@@ -17,6 +10,9 @@ from oscar_sglang.kernels.layout import (
     HistoryLayout,
     stored_head_dim,
 )
+from scripts.lib.tiny_models import FAMILIES, head_dim
+from scripts.lib.tiny_vision import WRAPPED
+from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
 DIMS = {name: head_dim(name) for name in FAMILIES} | {name: d for name, (_, d) in WRAPPED.items()}
@@ -24,12 +20,7 @@ DIMS = {name: head_dim(name) for name in FAMILIES} | {name: d for name, (_, d) i
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    script = Path(__file__).parents[1] / "model_parity.py"
-    folder = tmp_path_factory.mktemp("families")
-    done = subprocess.run(
-        [sys.executable, script, folder, *DIMS], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return result_of("model_parity", tmp_path_factory.mktemp("families"), *DIMS)
 
 
 @pytest.mark.parametrize("name", DIMS)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from server import Server
-from tiny_models import VOCAB, qwen3, random_ids
 
 from oscar_sglang.artifact import file as art
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import VOCAB, qwen3, random_ids
 
 pytestmark = pytest.mark.sglang
 TOKENS = 2000  # no multiple of 64 or 128

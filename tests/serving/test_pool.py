@@ -11,26 +11,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from pool_quality import ROWS, compare, exact_logprobs
-from vectors import DATA
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
+from scripts.lib.pool_quality import ROWS, compare, exact_logprobs
+from tests.support.runner import result_of
+from tests.support.vectors import DATA
 
 pytestmark = pytest.mark.sglang
 
-TESTS = Path(__file__).parents[1]
-SCRIPTS = TESTS.parent / "scripts"
+ROOT = Path(__file__).parents[2]
 DOCUMENT = "test_code_inspect"
 CODECS = ("feedback", "aligned", "oscar")
-# The committed measurement that the README's table is made of.
-RESULTS = SCRIPTS / "results" / "pool-quality-smollm2.json"
+# The committed measurement that the table of codecs is made of.
+RESULTS = ROOT / "scripts" / "results" / "pool-quality-smollm2.json"
 
 
 @pytest.fixture(scope="module")
 def emulated(reference_model, artifacts, documents):
     """KL of the document per codec, by an emulation in transformers that has no pool."""
-    from oscar_sglang.calibration import QuantisedCache
+    from tests.support.quantised_cache import QuantisedCache
 
     ids = documents[DOCUMENT]
     exact = exact_logprobs(reference_model, ids)
@@ -46,9 +46,9 @@ def emulated(reference_model, artifacts, documents):
 @pytest.mark.parametrize("codec", CODECS)
 def test_kl_of_the_pool(smollm2, artifacts, emulated, codec, tmp_path):
     out = tmp_path / "result.json"
-    command = [sys.executable, SCRIPTS / "eval_pool.py", "--model", smollm2]
+    command = [sys.executable, "-m", "scripts.eval_pool", "--model", smollm2]
     command += ["--artifact", artifacts[codec], "--tokens", DATA / "smollm2_tokens.npz"]
-    subprocess.run([*command, "--documents", DOCUMENT, "--json", out], check=True)
+    subprocess.run([*command, "--documents", DOCUMENT, "--json", out], cwd=ROOT, check=True)
     (result,) = json.loads(out.read_text())
     assert result["codec"] == codec and result["bits"] == 2.5
     assert result["kl"] == pytest.approx(emulated[codec], rel=0.02)
@@ -63,14 +63,7 @@ def test_order_of_the_codecs(emulated):
 @pytest.fixture(scope="module")
 def codes(smollm2, artifacts):
     def run(page_size: int) -> dict:
-        command = [sys.executable, TESTS / "pool_codes.py", smollm2, artifacts["feedback"]]
-        done = subprocess.run(
-            [*command, str(page_size)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        return json.loads(done.stdout.splitlines()[-1])
+        return result_of("pool_codes", smollm2, artifacts["feedback"], page_size)
 
     return {page_size: run(page_size) for page_size in (1, 4)}
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from server import Server
-from tiny_models import qwen3, random_ids
+
+from oscar_sglang.health.kl_gate import Sizes, measure
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import qwen3, random_ids
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT = 8, 32
@@ -61,6 +65,20 @@ def test_a_long_turn_uses_the_whole_prefix(server):
     server.flush()
     ask(server, ids[:150])
     assert ask(server, ids[:150] + ids[200:250])[0] in (150, 151)
+
+
+def test_sglangs_kl_gate_sees_codes_and_all_hits(server):
+    """The kit on a real server (its arithmetic: ``test_kl_gate``)."""
+    sizes = Sizes(samples=2, prompt_tokens=120, groups=1, prefix_tokens=64, new_tokens=8)
+    sizes = replace(sizes, branches=2, turns=(40, 20))
+    documents = [ids[:120].tolist() for ids in random_ids(120, 120)]
+    found = list(measure(f"http://127.0.0.1:{server.port}", documents, 256, sizes))
+    assert [(r.case, r.samples) for r in found] == [
+        ("turns", 2), ("prefix hit", 2), ("answer hit", 2),
+    ]  # fmt: skip
+    for result in found:
+        assert 1e-6 < result.kl < 0.02, "codes are read, and read well"
+        assert result.hit == 1.0
 
 
 def test_no_slot_is_lost(server):

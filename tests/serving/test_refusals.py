@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import LLAMA
 
 from oscar_sglang.artifact import file as artifact
+from scripts.lib.tiny_models import LLAMA
 
 pytestmark = pytest.mark.sglang
 
@@ -272,9 +272,9 @@ def results(tmp_path_factory):
         "argv": ["--model-path", str(folder / "llama"), "--device", "cpu"]
         + ["--oscar-sink-tokens", "8"]
     }
-    launcher = Path(__file__).parents[1] / "fork_launcher.py"
     done = subprocess.run(
-        [sys.executable, launcher],
+        [sys.executable, "-m", "tests.support.fork_launcher"],
+        cwd=Path(__file__).parents[2],
         input=json.dumps([*(case(*c) for c in CASES.values()), bare]),
         stdout=subprocess.PIPE,
         text=True,
@@ -347,14 +347,15 @@ def test_a_missing_hook_is_fatal(monkeypatch):
 
     from oscar_sglang import hooks
     from oscar_sglang.config import OscarError
+    from oscar_sglang.plugin import registration
 
     load_plugins()
-    hooks.verify()
+    registration.verify()
     for hook in hooks.HOOKS:
         with monkeypatch.context() as m:
             m.setattr(HookRegistry, "_patched", HookRegistry._patched - {hook.target})
             with pytest.raises(OscarError, match=hook.target.replace(".", r"\.")):
-                hooks.verify()
+                registration.verify()
 
 
 def test_engine_refuses_too():

@@ -7,8 +7,9 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from server import Server
-from vectors import DATA
+
+from scripts.lib.server import Server
+from tests.support.vectors import DATA
 
 pytestmark = pytest.mark.sglang
 

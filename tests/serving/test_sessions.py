@@ -8,8 +8,9 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny_models
-from server import Server
+
+from scripts.lib import tiny_models
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import tiny_models
-from server import Server
+
+from scripts.lib import tiny_models
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from server import Server
-from tiny_models import family
-from tiny_vision import data_url, picture, with_processor
 
-from oscar_sglang.calibration import calibrate
+from oscar_sglang.calibration import Plan, calibrate
+from scripts.lib.server import Server
+from scripts.lib.tiny_models import family
+from scripts.lib.tiny_vision import data_url, picture, with_processor
 
 pytestmark = pytest.mark.sglang
 STEPS = 4
@@ -90,7 +90,7 @@ def answers(tmp_path_factory):
     reference = Reference(model)
     expected = {name: reference.answer(chat) for name, chat in CHATS.items()}
     artifact = folder / "made.safetensors"
-    calibrate(model, tokens=512).save(artifact)
+    calibrate(Plan(model, tokens=512)).save(artifact)
     flags = (*FLAGS, "--oscar-artifact", str(artifact))
     with Server(model, folder / "server.log", *flags) as server:
         found = {name: over_http(server, chat) for name, chat in CHATS.items()}

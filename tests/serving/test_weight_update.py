@@ -8,10 +8,11 @@ import urllib.error
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file
-from server import Server
+
+from scripts.lib import tiny_models
+from scripts.lib.server import Server
 
 pytestmark = pytest.mark.sglang
 

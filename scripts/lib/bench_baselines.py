@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
-from bench_common import COLD_BYTES, DEV, graph_time
+
+from scripts.lib.bench_common import COLD_BYTES, DEV, graph_time
 
 
 class Bf16Cache:

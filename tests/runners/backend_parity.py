@@ -1,32 +1,25 @@
 """Run by test_gpu_backend.py in a process of its own: the GPU backend against the reference.
 
-    python backend_parity.py MODEL CODEC EVERY
+    python -m tests.runners.backend_parity MODEL CODEC EVERY
 
-Without a GPU the GPU backend's Triton kernels run under the interpreter and FlashAttention is
-replaced by the reference. Its debug tags check every EVERY-th step. Prints one JSON object:
-relative differences of logits, sink-cache counters, (splits, requests) of each plan, what the
-tags have seen and what they say to faults. With a GPU only the last two, of the backend as it is
-served there.
+Without a GPU the GPU backend's Triton kernels are interpreted ($TRITON_INTERPRET=1) and
+FlashAttention is replaced by the reference. Its debug tags check every EVERY-th step. Prints one
+JSON object: relative differences of logits, sink-cache counters, (splits, requests) of each plan,
+what the tags have seen and what they say to faults. With a GPU only the last two, of the backend as
+it is served there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
+
+import torch
 
 from oscar_sglang.launch_server import has_gpu
-
-if not has_gpu():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
-
-import torch  # noqa: E402
-from inprocess import Runner  # noqa: E402
-
-from oscar_sglang.watch.debug_tags import OwnershipError  # noqa: E402
+from oscar_sglang.watch.debug_tags import watch_steps
+from oscar_sglang.watch.places import OwnershipError
+from scripts.lib.inprocess import Runner
 
 # Lengths of the scenario: two prompts, the end of the first one's second chunk, prefix hits. With
 # blocks the first chunk ends inside one, and decoding fills up another (the second prompt's).
@@ -78,7 +71,7 @@ def move_ring(runner: Runner) -> None:
 
 def faults(runner: Runner) -> dict[str, str]:
     """Name of a fault -> what stopped the step that would have followed, and did not begin."""
-    runner.pool.tags.every = 1
+    runner.pool.watch.every = 1
     ids = torch.randint(0, 256, (80,), generator=torch.Generator().manual_seed(3)).tolist()
     backend, windows, said = runner.runner.attn_backend, runner.segments.windows, {}
     request = runner.request(1)
@@ -116,7 +109,7 @@ def on_gpu(model: str, codec: str, every: str) -> None:
         oscar_debug_tags=True,
         oscar_debug_tags_every=int(every),
     )
-    runner.pool.tags.arm()
+    runner.pool.watch.ready()
     scenario(runner, 1, BLOCKS)
     print(json.dumps({"tags": runner.pool.stats()["debug_tags"], "faults": faults(runner)}))
 
@@ -152,8 +145,8 @@ def main(model: str, codec: str, every: str) -> None:
     )
     backend = OscarGpuBackend(runner.runner)
     runner.runner.attn_backend = backend
-    backend._watch(int(every))
-    runner.pool.tags.arm()
+    watch_steps(backend, int(every))
+    runner.pool.watch.ready()
     got = scenario(runner, 5, lengths)
     tags = runner.pool.stats()["debug_tags"]
     differences = [((x - y).norm() / y.norm()).item() for x, y in zip(got, expected, strict=True)]

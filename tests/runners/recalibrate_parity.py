@@ -1,25 +1,24 @@
 """Recalibrates a bare runner that has another model's artifact; prints what it found, as JSON.
 
-python tests/recalibrate_parity.py MODEL OTHER_MODEL
+python -m tests.runners.recalibrate_parity MODEL OTHER_MODEL
 """
 
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "lib"))
-import torch  # noqa: E402
-from inprocess import Runner  # noqa: E402  (first: it prepares a machine without a GPU)
+import torch
 
-from oscar_sglang.calibration import calibrate_codecs  # noqa: E402
-from oscar_sglang.calibration.collect import collect, load_model  # noqa: E402
-from oscar_sglang.calibration.fit import fit_layer, k_error, v_error  # noqa: E402
-from oscar_sglang.plugin import recalibrate  # noqa: E402
+from oscar_sglang.calibration import Plan, calibrate
+from oscar_sglang.calibration.collect import collect, load_model
+from oscar_sglang.calibration.fit import fit_layer, k_error, v_error
+from oscar_sglang.plugin import recalibrate
+from scripts.lib.inprocess import Runner
 
 CODEC, TOKENS, LONGEST = "compact", 2048, 1024
 
 model, other = Path(sys.argv[1]), Path(sys.argv[2])
-artifact = calibrate_codecs(other, [CODEC], "random:1024", TOKENS)[CODEC]
+artifact = calibrate(Plan(other, "random:1024", TOKENS), CODEC)
 artifact.fingerprint = type(artifact.fingerprint).of(model)  # as after an update of the weights
 path = model.parent / "other.st"
 artifact.save(path)

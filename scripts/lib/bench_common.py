@@ -70,7 +70,7 @@ def scattered_slots(tokens: int, page: int) -> torch.Tensor:
 def spec_of(codec_name: str, dim: int, bits: tuple[int, int] = (2, 2)) -> codec.CodecSpec:
     """A codec as a layer with RoPE has it; ``bits`` of K and V, where they can be chosen."""
     spec = codec.CODECS[codec_name]
-    if spec.meta != "position":
+    if spec.meta.name != "position":
         return spec
     theta = [1e6 ** (-2 * i / dim) for i in range(dim // 2)]
     options = {"rope": vars(codec.Rope.of(theta, dim)), "bits": [bits]}
@@ -85,7 +85,7 @@ def random_params(
     factor = (torch.randn(kv_heads, dim, dim, device=DEV) * spread).triu(1)
     a = torch.randn(kv_heads, dim, dim, device=DEV) / dim**0.5
     r_k = torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=DEV)).Q
-    grid = _POSITION_GRID if spec.meta == "position" else _GRID
+    grid = _POSITION_GRID if spec.meta.name == "position" else _GRID
     made = {
         "r_k": r_k,
         "q_k": r_k,  # of an orthogonal matrix the inverse transposed
@@ -126,7 +126,7 @@ class Cache:
         self.tokens = -(-context // unit) * unit
         slots = requests * self.tokens + unit
         store = HistoryStore(layout, 1, slots, DEV)
-        self._randomise(store, spec.meta)
+        self._randomise(store, spec.meta.name)
         params = random_params(spec, kv_heads, dim)
         window = WindowStore(self.windows, layout, 1, requests + 1, torch.bfloat16, DEV)
         for x in (window.sink_k, window.sink_v, window.recent_k, window.recent_v):
@@ -148,7 +148,7 @@ class Cache:
         flat = store.blocks[0].view(-1).view(torch.int32)
         for i in range(0, flat.numel(), 1 << 28):
             flat[i : i + (1 << 28)].random_(-(2**31), 2**31 - 1)
-        *_, meta = store._views(0)
+        *_, meta = store.views(0)
         for x in store.channels:
             x[..., 0].uniform_(0.4, 0.9)
             x[..., 1].uniform_(-1.4, -0.6)
@@ -187,7 +187,7 @@ class Cache:
             dtype=torch.bfloat16, windows=self.windows, page_size=self.page,
             max_batch=self.batch, device=DEV, triton_only=triton_only, block=self.layout.block,
         )  # fmt: skip
-        chosen, shape = own._shape(self.batch, 1)
+        chosen, shape = own.choose(self.batch, 1)
         if form is not None:
             chosen, shape = form, (shape[0], form.splits, *shape[2:])
         pool = torch.empty(Partials.numel(*shape), device=DEV)
@@ -229,14 +229,13 @@ class Cache:
         n, hk = self.context, self.kv_heads
         k = torch.empty(n, hk, self.dim, device=DEV)
         v = torch.empty_like(k)
-        end = max(self.windows.n_sink, n - self.windows.n_recent)
+        cached, start = torch.tensor(n - 1), torch.tensor(0)  # before the last token
+        end = int(reference.history_end(cached, start, self.windows, self.layout.block))
         slots = self.table[row, :n].long()
         step = 16384
         for i in range(0, n, step):
             part = slice(i, min(n, i + step))
-            reference.materialise(
-                self.seg, 0, row, slots[part], i, min(end, n - 1), k[part], v[part]
-            )
+            reference.materialise(self.seg, 0, row, slots[part], i, end, k[part], v[part])
         q = q.double().view(hk, self.group, self.dim)
         out = []
         for h in range(hk):

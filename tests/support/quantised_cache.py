@@ -1,4 +1,5 @@
-"""Run a transformers model on a quantised KV cache, with the codecs the server uses.
+"""Run a transformers model on a quantised KV cache, with the codecs the server uses: what the
+server and the evaluator are tested against.
 
     with QuantisedCache(model, artifact, windows, exact_prefix=P):
         logits = model(input_ids).logits
@@ -17,34 +18,12 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..artifact.file import Artifact
-from ..kernels.codec import (
-    CodecSpec,
-    LayerParams,
-    decode_k,
-    decode_v,
-    encode_k,
-    encode_v,
-    rotate,
-)
-from ..kernels.layout import WindowLayout
-from .attention import causal_attention, replaced_attention
+from oscar_sglang.artifact.file import Artifact
+from oscar_sglang.calibration.attention import causal_attention, replaced_attention
+from oscar_sglang.kernels.codec import LayerCodec
+from oscar_sglang.kernels.layout import WindowLayout
 
 _QUERY_TILE = 256
-
-
-def quantise(
-    spec: CodecSpec,
-    params: LayerParams,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the cache returns for k, v [T, Hk, D] at ``positions`` [T]: float32, still rotated by
-    r_k, r_v."""
-    k_rows = encode_k(spec, params, rotate(k.float(), params.r_k), positions)
-    v_rows = encode_v(spec, params, rotate(v.float(), params.r_v))
-    return decode_k(spec, params, k_rows, positions), decode_v(spec, params, v_rows)
 
 
 class _Memo(NamedTuple):
@@ -74,8 +53,7 @@ class QuantisedCache:
         hist_end: torch.Tensor | None = None,
     ) -> None:
         self.model = model
-        self.specs = artifact.specs
-        self.params = [p.to(model.device) for p in artifact.layers]
+        self.codecs = [LayerCodec(c.spec, c.params.to(model.device)) for c in artifact.codecs]
         self.windows = windows
         self.exact_prefix = exact_prefix
         self.hist_end = hist_end
@@ -114,7 +92,7 @@ class QuantisedCache:
             for start in range(exact, q_len, _QUERY_TILE):
                 tile = slice(start, start + _QUERY_TILE)
                 out[:, :, tile] = _attend_mixed(
-                    q[:, :, tile], k, v, k_hat, v_hat, self.params[layer],
+                    q[:, :, tile], k, v, k_hat, v_hat, self.codecs[layer].params,
                     positions[tile], ends[tile], self.windows.n_sink, scale,
                 ).to(q.dtype)  # fmt: skip
         return out
@@ -134,9 +112,7 @@ class QuantisedCache:
         first = self.windows.n_sink + known
         positions = torch.arange(first, first + fresh_k.shape[1], device=k.device)
         rows = fresh_k.flatten(0, 1), fresh_v.flatten(0, 1), positions.repeat(len(k))
-        k_hat, v_hat = (
-            x.view(fresh_k.shape) for x in quantise(self.specs[layer], self.params[layer], *rows)
-        )
+        k_hat, v_hat = (x.view(fresh_k.shape) for x in self.codecs[layer].quantised(*rows))
         if known:
             k_hat = torch.cat([memo.k_hat[:, :known], k_hat], 1)
             v_hat = torch.cat([memo.v_hat[:, :known], v_hat], 1)

@@ -1,6 +1,6 @@
 """A small scheduler over SGLang's own allocator, request rows and radix tree, and over our stores.
 
-Every forward is checked twice: by ``DebugTags``, and against a dense computation that is told only
+Every forward is checked twice: by ``ReadTags``, and against a dense computation that is told only
 which tokens a request has, where its prefix hit ended and which sink slots the sink cache still
 held; it knows nothing of slots, rings or rows.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -26,11 +26,12 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from oscar_sglang.kernels import codec, codec_omni, reference
-from oscar_sglang.kernels.codec import CODECS, LayerParams
+from oscar_sglang.kernels.codec import CODECS, LayerParams, with_rope
 from oscar_sglang.kernels.codec_position import Rope
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
-from oscar_sglang.watch.debug_tags import DebugTags, chain
+from oscar_sglang.watch.places import link
+from oscar_sglang.watch.read_tags import ReadTags
 
 D, ROWS, BANK = 16, 4, 1024
 N_RECENT = 8
@@ -102,8 +103,8 @@ class Machine:
         factor = (torch.randn(1, D, D, generator=g) * 0.02).triu(1)
         params = LayerParams(q[0], q[1], factor if spec.k_feedback else None)
         layer_spec = spec
-        if spec.meta == "position":
-            layer_spec = replace(spec, rope=Rope.of([0.5**i for i in range(D // 2)], D))
+        if spec.meta.name == "position":
+            layer_spec = with_rope(spec, Rope.of([0.5**i for i in range(D // 2)], D))
             params = params._replace(
                 metric=torch.eye(D)[None],
                 grid=torch.tensor([-5.0, -4.0, 8 / 255]).repeat(1, 2, 1),
@@ -128,7 +129,7 @@ class Machine:
         self.slots.debug_mode = True  # SGLang's own asserts, too
         self.tree = RadixCache.create_simulated(mock_allocator=self.slots, page_size=page)
         self.tree.req_to_token_pool = self.rows
-        self.tags = DebugTags(self.seg, self.context)
+        self.tags = ReadTags(self.seg, self.rows.req_to_token)
         self.scratch = torch.full((2, 13 * self.context // 64, 1, D), torch.nan)
         self.bank = torch.randn(3, BANK, 1, D, generator=g)
         self.coded = None if self.block > 1 else self._coded_bank(params)
@@ -147,11 +148,11 @@ class Machine:
         k, v = codec.rotate(self.bank[1], params.r_k), codec.rotate(self.bank[2], params.r_v)
         (spec,) = self.seg.specs
         keys = []
-        for position in range(self.context if spec.meta == "position" else 1):
+        for position in range(self.context if spec.meta.name == "position" else 1):
             at = torch.full((len(k),), position)
-            hat = codec.decode_k(spec, params, codec.encode_k(spec, params, k, at), at)
+            hat = spec.decode_k(params, spec.encode_k(params, k, at), at)
             keys.append(codec.rotate(hat, params.k_back))
-        v = codec.decode_v(spec, params, codec.encode_v(spec, params, v))
+        v = spec.decode_v(params, spec.encode_v(params, v))
         return [torch.stack(keys), codec.rotate(v, params.r_v.mT)]
 
     def _coded(self, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -306,7 +307,7 @@ class Machine:
         free = torch.cat(free)
         for channels in self.seg.history.channels:
             channels[free // self.block] = torch.nan
-        for view in self.seg.history._views(0):
+        for view in self.seg.history.views(0):
             view[free // 16, ..., free % 16, :] = 3 if view.dtype == torch.uint8 else torch.nan
         rows, windows = self.rows.free_slots, self.seg.windows
         for store in (windows.sink_k, windows.sink_v, windows.recent_k, windows.recent_v):
@@ -361,10 +362,9 @@ class Machine:
         self.rows.free(request)
         self.running.remove(request)
 
-    def _start_rows(self, given) -> None:
-        for request, _, _ in given:
-            if not vars(request).pop("new", False):
-                continue
+    def _start_rows(self, given) -> torch.Tensor:
+        started = [vars(request).pop("new", False) for request, _, _ in given]
+        for request, _, _ in (work for work, new in zip(given, started, strict=True) if new):
             row, hit = request.req_pool_idx, request.done
             slots = self.rows.req_to_token[row, :hit].long()
             request.hit = hit
@@ -374,10 +374,11 @@ class Machine:
             self.seg.windows.recent_start[row] = hit
             if hit:
                 reference.restore_sinks(self.seg, row, slots[: self.n_sink])
-            self.tags.start(row, slots)
+        return torch.tensor(started)
 
     def _forward(self, given) -> None:
-        self._start_rows(given)
+        self.tags.before()
+        started = self._start_rows(given)
         rows = torch.tensor([r.req_pool_idx for r, *_ in given])
         prefix = torch.tensor([r.done for r, *_ in given])
         end = prefix + torch.tensor([n for _, n, _ in given])
@@ -386,7 +387,7 @@ class Machine:
         for request, n, mine in given:
             table[request.req_pool_idx, request.done : request.done + n] = mine.int()
         tokens = [t for r, n, _ in given for t in r.wanted[r.done : r.done + n]]
-        index = [torch.tensor(chain(r.wanted)) % BANK for r, *_ in given]
+        index = [_index(r.wanted) for r, *_ in given]
         fresh = torch.cat(
             [i[r.done : r.done + n] for i, (r, n, _) in zip(index, given, strict=True)]
         )
@@ -394,10 +395,21 @@ class Machine:
         for position, slot in zip(batch.positions.tolist(), slots.tolist(), strict=True):
             if position < self.n_sink:
                 self.cached_sinks[slot % len(self.seg.sinks.tag)] = slot
-        self.tags.begin(batch, torch.tensor(tokens), table)
+        self.tags.begins(
+            SimpleNamespace(
+                req_pool_indices=rows,
+                extend_prefix_lens=prefix,
+                extend_prefix_lens_cpu=prefix.tolist(),
+                seq_lens=end,
+                input_ids=torch.tensor(tokens),
+                out_cache_loc=slots,
+                extend_num_tokens=len(tokens),
+            ),
+            started,
+        )
         q, k, v = self.bank[:, fresh]
         out = reference.attention(self.seg, 0, batch, q, k, v, table, self.scratch, SCALE)
-        self.tags.check_reads()
+        self.tags.attended(0)
         reference.store(self.seg, 0, batch, k, v)
         outs = out.split([n for _, n, _ in given])
         for i, (request, n, _), got in zip(index, given, outs, strict=True):
@@ -425,6 +437,12 @@ class Machine:
         logits = (self.bank[0, ids[first:], 0] @ k.T) * SCALE
         future = torch.arange(end)[None] > torch.arange(first, end)[:, None]
         return (logits.masked_fill(future, -torch.inf).softmax(-1) @ v)[:, None]
+
+
+def _index(tokens: list[int]) -> torch.Tensor:
+    """Which of BANK's rows stand for a sequence's tokens: the same after the same beginning."""
+    chains = link(torch.tensor(tokens), torch.arange(len(tokens))).cumsum(0)
+    return (chains ^ chains >> 29) % BANK
 
 
 def report(machines: list[Machine]) -> dict[str, int]:

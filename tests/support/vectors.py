@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 class Vectors(NamedTuple):

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from oscar_sglang.kernels import cuda_attend, cuda_store, plan
+from oscar_sglang.kernels.driver import Source
 
-EMULATOR = Path(__file__).parent / "kernels" / "emulator"
+EMULATOR = Path(__file__).parents[1] / "kernels" / "emulator"
 # $OSCAR_KERNEL_SOURCES: others to build (``mutation_check.py``).
 SOURCES = Path(os.environ.get("OSCAR_KERNEL_SOURCES", Path(plan.__file__).parent))
 DEVICE = SimpleNamespace(
@@ -34,30 +35,34 @@ class Kernel:
 
 
 class Compiler:
-    """``driver.module``: the files and defines of a kernel -> a library, built once."""
+    """``driver.module``: the source and defines of a kernel -> a library, built once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.built = folder, {}
 
-    def __call__(self, files: tuple[str, ...], defines: tuple, device) -> ctypes.CDLL:
-        key = files, tuple(sorted(defines))
+    def __call__(self, source: Source, defines: tuple, device) -> ctypes.CDLL:
+        key = source, tuple(sorted(defines))
         if key not in self.built:
-            self.built[key] = self.build(files, dict(defines), self.folder / f"{len(self.built)}")
+            stem = self.folder / f"{len(self.built)}"
+            options = ["-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+            library = stem.with_suffix(".so")
+            self.compile(source, dict(defines), stem, SOURCES, *options, "-o", library)
+            self.built[key] = ctypes.CDLL(str(library))
         return self.built[key]
 
-    def build(self, files: tuple[str, ...], defines: dict[str, int], stem: Path) -> ctypes.CDLL:
-        sources = [(SOURCES / name).read_text() for name in files]
+    def compile(self, source: Source, defines: dict, stem: Path, folder: Path, *options) -> None:
+        """Raises CalledProcessError where the sources in ``folder`` do not compile."""
+        sources = [(folder / name).read_text() for name in source.files]
         # attend.cu compiles either of its two kernels.
         names = re.findall(r'extern "C" __global__.* void (\w+)\(', sources[-1])
         names = [n for n in names if n != ("attend_cta" if "WARPS" in defines else "attend_warp")]
         parts = ['#include "types.h"', sources[0], '#include "instructions.h"', *sources[1:]]
-        parts += ['#include "launch.h"', *(f"LAUNCH({name})" for name in names)]
-        source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
-        source.write_text("\n".join(parts) + "\n")
-        command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
-        command += [*(f"-D{name}={value}" for name, value in defines.items()), f"-I{EMULATOR}"]
-        subprocess.run([*command, source, "-o", library], check=True)
-        return ctypes.CDLL(str(library))
+        parts += [source.checks(), '#include "launch.h"', *(f"LAUNCH({name})" for name in names)]
+        program = stem.with_suffix(".cpp")
+        program.write_text("\n".join(parts) + "\n")
+        command = ["g++", "-std=c++20", "-w", f"-I{EMULATOR}", *options]
+        command += [f"-D{name}={value}" for name, value in defines.items()]
+        subprocess.run([*command, program], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

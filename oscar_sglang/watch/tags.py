@@ -1,33 +1,46 @@
-"""``--oscar-debug-tags`` on a GPU: the records of ``debug_tags`` in device tensors, checked in
-sampled steps.
+"""``--oscar-debug-tags``: does attention read the tokens it believes it reads?
+
+Beside every place that holds a token (history slot, sink row, ring row, sink-cache row) there is a
+record of what was put there:
+
+    chain   one number for the token *and everything before it in its sequence*. Two requests that
+            share a prefix agree on it, any other two differ, so it survives prefix sharing and slot
+            replacement.
+    bytes   checksum of the token's layer-0 row. Layer 0 stands for all: every layer uses the same
+            addresses.
 
 Kernels cannot be watched while they read, least of all inside a CUDA graph. So everything happens
-between two forwards, where SGLang prepares metadata:
+between two forwards, where SGLang prepares metadata (on a CPU ``read_tags`` sees the reads too):
 
-    seal    the last forward's tokens get their records: chain, position, checksum of the layer-0
-            bytes that now lie at their slot, ring, sink and sink-cache rows
+    seal    the last forward's tokens get their records: chain, position, checksum of the bytes that
+            now lie at their slot, ring, sink and sink-cache rows
     start   a request that takes a row on a cached prefix: its slots must hold one unbroken sequence
             from position 0, and its sink rows what the sink cache holds
     check   in every ``every``-th step: at every address of every request's context, identity and
             bytes must be those of its own tokens, and the kernels, run on the cache as it is, must
-            read the same rows as the reference (``gpu_probe``)
+            read the same rows as the reference (``probe``)
     begin   what the coming forward will write
 
-A chain is here a running sum of hashes of (token, position), which is parallel where a chain of
-hashes is not. A row keeps the chain of its last token only; earlier ones are summed up again from
-the slots' tokens, so that a foreign token anywhere changes the last one. Addresses and boundaries
-are computed here and not asked from the code under test. Nothing but a check waits for the device.
+A chain is a running sum of hashes of (token, position), which is parallel where a chain of hashes
+is not. A row keeps the chain of its last token only; earlier ones are summed up again from the
+slots' tokens, so that a foreign token anywhere changes the last one. Addresses and boundaries are
+computed here and not asked from the code under test. Nothing but a check waits for the device.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..kernels.reference import Segments
-from .debug_tags import OwnershipError, Places, checksum, coded_sums, complaint
+from ..kernels.codec import Rows
+from ..kernels.reference import Segments, first_exact
+from .places import Flat, OwnershipError, Places, checksum
+
+if TYPE_CHECKING:
+    from ..pool.prefix_tiles import ExtendPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,41 +51,11 @@ UNARMED_STEPS = 2000
 _SUM_BYTES = 1 << 23  # rows checksummed at a time; each byte is widened to 8
 
 
-def link(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What a token adds to the chain of its sequence, int64 with wrap-around."""
-    x = (tokens + 1) * 0x1E3779B97F4A7C15 + (positions + 1) * 0x42B2AE3D27D4EB4F
-    x = (x ^ x >> 31) * 0x165667B19E3779F9
-    x = (x ^ x >> 29) * 0x27D4EB2F165667C5
-    return x ^ x >> 32
-
-
-class Flat(NamedTuple):
-    """Tokens of several requests, one after the other, all [T]; ``first`` is an index into T."""
-
-    request: torch.Tensor
-    first: torch.Tensor
-    position: torch.Tensor
-
-    @classmethod
-    def of(cls, starts: torch.Tensor, lens: torch.Tensor, total: int) -> Flat:
-        """``lens`` [B] tokens from position ``starts`` [B] on; ``total`` their sum."""
-        index = torch.arange(len(lens), device=lens.device)
-        request = torch.repeat_interleave(index, lens, output_size=total)
-        first = (lens.cumsum(0) - lens)[request]
-        position = torch.arange(total, device=lens.device) - first + starts[request]
-        return cls(request, first, position)
-
-    def chains(self, tokens: torch.Tensor, previous: torch.Tensor | int) -> torch.Tensor:
-        """``previous`` [T]: chain before the request's first token here."""
-        added = link(tokens, self.position)
-        total = added.cumsum(0)
-        return total - (total - added)[self.first] + previous
-
-
 class Fresh(NamedTuple):
     """What the forward under way writes, [T]. Addresses of rows that it does not write are the
     padding row's first, which nobody reads. ``begun``: earlier slots of blocks that it may seal."""
 
+    rows: torch.Tensor
     slots: torch.Tensor
     tokens: torch.Tensor
     chains: torch.Tensor
@@ -83,9 +66,9 @@ class Fresh(NamedTuple):
     begun: torch.Tensor
 
 
-class GpuTags:
-    """One a pool. Works on any device; silent until ``arm``: what graph capture and warm-up run is
-    no request."""
+class Tags:
+    """A pool's ``Watch``, on any device; silent until ``ready``: what graph capture and warm-up run
+    is no request."""
 
     def __init__(self, seg: Segments, req_to_token: torch.Tensor, every: int) -> None:
         w, device = seg.windows, req_to_token.device
@@ -97,24 +80,63 @@ class GpuTags:
             return torch.zeros(n, dtype=torch.int64, device=device)
 
         slots = seg.history.num_slots
-        self.slots = Places("history slot", slots, device=device)
-        self.sink = Places("sink row", rows * self.n_sink, device=device)
-        self.ring = Places("ring row", rows * self.n_recent, device=device)
+        sinks, ring = (
+            (k[0].flatten(0, 1), v[0].flatten(0, 1))
+            for k, v in ((w.sink_k, w.sink_v), (w.recent_k, w.recent_v))
+        )
+        self.slots = Places("history slot", slots, 0, (), device)
+        self.sink = Places("sink row", rows * self.n_sink, self.n_sink, sinks, device)
+        self.ring = Places("ring row", rows * self.n_recent, self.n_recent, ring, device)
         # The last one takes what no row of the cache takes.
-        self.cache = Places("sink-cache row", self.cache_rows + 1, device=device)
+        cached = seg.sinks.k[0], seg.sinks.v[0]
+        self.cache = Places("sink-cache row", self.cache_rows + 1, 0, cached, device)
         self.cache_slot = zeros(self.cache_rows + 1) - 1
         self.token = zeros(slots)
         self.row_chain, self.row_length, self.row_start = zeros(rows), zeros(rows), zeros(rows)
         self.fresh: Fresh | None = None
-        self.armed = False
+        # On a GPU: runs the kernels on what they are about to read, gives the requests compared.
+        self.probe: Callable[..., int] = lambda *_: 0
+        self.armed = self.watching = False
         self.unarmed_steps = 0
         self.steps = self.checked_steps = self.checked_tokens = self.probed_requests = 0
 
-    def arm(self) -> None:
+    # -- pool.watching.Watch ---------------------------------------------------------------------
+
+    def ready(self) -> None:
         self.armed = True
 
-    def live(self) -> bool:
-        """Whether the step that begins is a request's. Raises OwnershipError where ``arm`` was
+    def stats(self) -> dict[str, Any]:
+        names = ("every", "steps", "checked_steps", "checked_tokens", "probed_requests")
+        return {"debug_tags": {name: getattr(self, name) for name in names}}
+
+    def before(self) -> None:
+        self.watching = self._live()
+        if self.watching:
+            self.seal()
+
+    def begins(self, fb: Any, started: torch.Tensor | None, plan: ExtendPlan | None = None) -> None:
+        if not self.watching:
+            return
+        if started is None:
+            total = fb.batch_size - getattr(fb, "num_padding", 0)  # of a graph replay's view
+            rows, ends = fb.req_pool_indices[:total].long(), fb.seq_lens[:total].long()
+            prefix = ends - 1
+        else:
+            total = fb.extend_num_tokens
+            rows, ends = fb.req_pool_indices.long(), fb.seq_lens.long()
+            prefix = fb.extend_prefix_lens.long()
+            self.start(rows, prefix, started, list(fb.extend_prefix_lens_cpu))
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.check(rows, prefix)
+            self.probed_requests += self.probe(rows, prefix, plan)
+        self.begin(rows, prefix, ends, fb.input_ids[:total], fb.out_cache_loc[:total])
+
+    def attended(self, layer: int) -> None:
+        """Kernels are not watched while they read."""
+
+    def _live(self) -> bool:
+        """Whether the step that begins is a request's. Raises OwnershipError where ``ready`` was
         forgotten: a server would say that tags are on while nothing is checked."""
         self.unarmed_steps += not self.armed
         if self.unarmed_steps > UNARMED_STEPS:
@@ -125,33 +147,32 @@ class GpuTags:
             )
         return self.armed
 
-    def stats(self) -> dict[str, int]:
-        names = ("every", "steps", "checked_steps", "checked_tokens", "probed_requests")
-        return {name: getattr(self, name) for name in names}
-
     # -- records ---------------------------------------------------------------------------------
 
     def _sums(self, places: Places, address: torch.Tensor) -> torch.Tensor:
         """Checksums [n] of what now lies at ``address`` [n]."""
-        seg, exact = self.seg, {"sink row": "sink", "ring row": "recent"}.get(places.name)
-        if places is self.slots:
-            size = seg.history.layouts[0].bytes_per_slot
-        else:
-            rows = (
-                (seg.sinks.k[0], seg.sinks.v[0])
-                if exact is None
-                else [getattr(seg.windows, f"{exact}_{x}")[0].flatten(0, 1) for x in "kv"]
-            )
+        history, rows = self.seg.history, places.rows
+        size = history.layouts[0].bytes_per_slot
+        if rows:
             size = 2 * rows[0][0].numel() * rows[0].element_size()
         sums = [torch.empty(0, dtype=torch.int64, device=self.device)]
         for part in address.split(max(1, _SUM_BYTES // size)):
-            if places is self.slots:
-                sums.append(coded_sums(*seg.history.read(0, part)))
-                if self.block > 1:
-                    sums[-1] += checksum(seg.history.channels[0][part // self.block])
-            else:
+            if rows:
                 sums.append(checksum(*(x[part.clamp_max(len(x) - 1)] for x in rows)))
+            else:
+                sums.append(self._coded_sums(part, *history.read(0, part)))
         return torch.cat(sums)
+
+    def _coded_sums(self, slots: torch.Tensor, k: Rows, v: Rows) -> torch.Tensor:
+        """Of rows of history, with what a block codec keeps for their channels."""
+        sums = checksum(k.packed, k.meta, v.packed, v.meta)
+        if self.block > 1:
+            sums += checksum(self.seg.history.channels[0][slots // self.block])
+        return sums
+
+    def _put_sums(self, places: Places, address: torch.Tensor) -> torch.Tensor:
+        """Checksums [n] of what the last forward has put at ``address`` [n]."""
+        return self._sums(places, address)
 
     def seal(self) -> None:
         """Before anything of the next step is written."""
@@ -164,9 +185,9 @@ class GpuTags:
             (self.ring, fresh.ring),
             (self.cache, fresh.cache),
         ):
-            places.put(address, fresh.chains, fresh.positions, self._sums(places, address))
+            places.put(address, fresh.chains, fresh.positions, self._put_sums(places, address))
         # A block codec writes a token's codes with the last of its block.
-        self.slots.bytes[fresh.begun] = self._sums(self.slots, fresh.begun)
+        self.slots.bytes[fresh.begun] = self._put_sums(self.slots, fresh.begun)
         self.token[fresh.slots] = fresh.tokens
         self.cache_slot[fresh.cache] = fresh.slots
 
@@ -205,7 +226,13 @@ class GpuTags:
         hit = given & (self.cache_slot[cached] == slots)
         sums = self._sums(self.sink, address)
         self._compare(self.cache, (row, position), cached, chains, hit, sums)
+        sums = self._restored_sums(sums, slots, given, hit)
         self.sink.put(address, chains, position, sums)
+
+    def _restored_sums(self, sums, slots, given, hit) -> torch.Tensor:
+        """``sums`` of restored rows, all [B * n_sink], where none was a ``hit`` as they should be;
+        kernels round their own way."""
+        return sums
 
     def begin(self, rows, prefix, ends, tokens, slots) -> None:
         """rows, prefix, ends [B], tokens, slots [T] of the coming forward."""
@@ -218,6 +245,7 @@ class GpuTags:
         in_sink = position < self.n_sink
         in_ring = position >= ends[flat.request] - self.n_recent
         self.fresh = Fresh(
+            row,
             slots,
             tokens,
             chains,
@@ -248,15 +276,10 @@ class GpuTags:
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def due(self) -> bool:
-        """Counts a step; whether it is one to check."""
-        self.steps += 1
-        return self.steps % self.every == 0
-
     def boundary(self, prefix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """First position [B] after the sink that the next token of a request reads exactly."""
-        low = torch.maximum(self.row_start[rows], prefix + 1 - self.n_recent)
-        return (low + (-low) % self.block).clamp_min(self.n_sink)
+        start = self.row_start[rows]
+        return first_exact(prefix + 1, start, self.n_sink, self.n_recent, self.block)
 
     def check(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
         """rows, prefix [B]: everything that attention is about to read of the cache."""
@@ -266,28 +289,29 @@ class GpuTags:
         total = int(prefix.sum())
         flat = Flat.of(torch.zeros_like(prefix), prefix, total)
         row, position = rows[flat.request], flat.position
-        where = row, position
         slots = self.table[row, position].long()
         chains = flat.chains(self.token[slots], 0)
         everywhere = torch.ones_like(slots, dtype=torch.bool)
-        self._compare(self.slots, where, slots, chains, everywhere)
+        self._compare(self.slots, (row, position), slots, chains, everywhere)
         if total:
             end = prefix.cumsum(0) - 1
             broken = chains[end] != self.row_chain[rows]
             self._raise_if(broken, lambda i: f"its {int(prefix[i])} slots are another's", rows)
-        exact = self.boundary(prefix, rows)[flat.request]
+        self._check_bytes(row, position, slots, chains, self.boundary(prefix, rows)[flat.request])
+        self.checked_steps += 1
+        self.checked_tokens += total
+
+    def _check_bytes(self, row, position, slots, chains, exact) -> None:
+        """All [n]: at the place of its segment every token has its own bytes."""
         for places, part, address in (
             (self.sink, position < self.n_sink, row * self.n_sink + position),
             (self.slots, (position >= self.n_sink) & (position < exact), slots),
             (self.ring, position >= exact, row * self.n_recent + position % self.n_recent),
         ):
             part = part.nonzero().squeeze(-1)
-            address = address[part]
-            sums = self._sums(places, address)
-            at = row[part], position[part]
-            self._compare(places, at, address, chains[part], everywhere[part], sums)
-        self.checked_steps += 1
-        self.checked_tokens += total
+            address, everywhere = address[part], torch.ones_like(part, dtype=torch.bool)
+            sums, at = self._sums(places, address), (row[part], position[part])
+            self._compare(places, at, address, chains[part], everywhere, sums)
 
     def _check_rows(self, rows: torch.Tensor, prefix: torch.Tensor) -> None:
         seen, begun = self.row_length[rows], self.row_start[rows]
@@ -311,12 +335,7 @@ class GpuTags:
         wrong = identity if sums is None else identity | (places.bytes[address] != sums)
 
         def what(i: int) -> str:
-            shared = places is self.slots or places is self.cache
-            per_row = 1 if shared else len(places.chain) // len(self.row_start)
-            index = int(address[i]) if shared else int(address[i]) % per_row
-            owner = None if shared else int(address[i]) // per_row
-            held, wanted = int(places.position[address[i]]), int(position[i])
-            return complaint(places, owner, index, held, wanted, bool(identity[i]))
+            return places.complaint(int(address[i]), int(position[i]), bool(identity[i]))
 
         self._raise_if(wrong & mask, what, row)
 

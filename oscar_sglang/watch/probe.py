@@ -1,7 +1,7 @@
 """Do the kernels read what the reference reads? Run on the cache of a server as it is
 (``--oscar-debug-tags`` on a GPU, layer 0, a few requests of a sampled step).
 
-Records of addresses (``gpu_tags``) cannot show where a kernel looks. So the kernel that is about to
+Records of addresses (``tags``) cannot show where a kernel looks. So the kernel that is about to
 run is run once before, outside the CUDA graph: attend and merge with random queries, materialise as
 it is. What it gives is compared with the reference, which is told the boundaries by the records.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.decode import DecodeAttention
 from ..kernels.materialise import materialise
 from ..kernels.reference import Partial, attend, merge, rotate
 from ..kernels.reference import materialise as reference_rows
-from ..kernels.views import prepare_queries
-from ..pool.prefix_tiles import Tile
-from .debug_tags import OwnershipError
-from .gpu_tags import GpuTags
+from ..kernels.views import LayerView, prepare_queries
+from ..pool.prefix_tiles import ExtendPlan, Tile
+from .places import OwnershipError
+from .tags import Tags
 
 REQUESTS = 4  # compared in a step; the next step takes the next ones
 CHUNK = 4096  # tokens of a request at a time
@@ -26,10 +27,29 @@ ATTENTION_ERROR, ROW_ERROR = 3e-2, 2e-2
 
 
 class Probe:
-    def __init__(self, backend, tags: GpuTags) -> None:
-        self.backend, self.tags, self.seg = backend, tags, tags.seg
+    """``views`` and ``attention``: what the backend reads layers by; ``scratch`` [2, n, Hk, D]."""
+
+    def __init__(
+        self,
+        tags: Tags,
+        views: list[LayerView],
+        attention: DecodeAttention,
+        scratch: torch.Tensor,
+    ) -> None:
+        self.tags, self.seg = tags, tags.seg
+        self.views, self.attention, self.scratch = views, attention, scratch
         self.generator = torch.Generator(tags.device).manual_seed(0)
-        self.next = 0
+        self.next = self.probed = 0
+
+    def __call__(self, rows: torch.Tensor, prefix: torch.Tensor, plan: ExtendPlan | None) -> int:
+        """rows, prefix [B]: requests and their tokens in the cache; ``plan`` None: about to decode.
+        Gives how many were compared; raises OwnershipError."""
+        before = self.probed
+        if plan is None:
+            self._decode(rows, prefix)
+        for tile in plan.tiles if plan else ():
+            self._extend(tile, rows, prefix, plan.hist_end)
+        return self.probed - before
 
     def _chosen(self, rows: torch.Tensor, lengths: torch.Tensor) -> list[tuple[int, int, int]]:
         """(index in the batch, row, cached tokens) of the requests whose turn it is."""
@@ -38,7 +58,7 @@ class Probe:
         at = self.next % max(len(real), 1)
         self.next += REQUESTS
         chosen = (real[at:] + real[:at])[:REQUESTS]
-        self.tags.probed_requests += len(chosen)
+        self.probed += len(chosen)
         return chosen
 
     def _rows(self, row: int, first: int, n: int, boundary: int) -> tuple[torch.Tensor, ...]:
@@ -50,13 +70,12 @@ class Probe:
         reference_rows(self.seg, 0, row, slots, first, boundary, *out)
         return out[0], out[1]
 
-    def decode(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+    def _decode(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
         """rows, lengths [B]: requests about to decode and their tokens in the cache. As if the last
         token had been computed again, with another query."""
         if not (chosen := self._chosen(rows, lengths)):
             return
-        backend, view = self.backend, self.backend.views[0]
-        attention = backend.decode_attention
+        attention, view = self.attention, self.views[0]
         step = attention.step(len(rows))
         step.plan(rows, lengths, self.seg.windows.recent_start)
         shape = (len(rows), attention.heads, attention.head_dim)
@@ -66,7 +85,7 @@ class Probe:
         keys, _ = self._rows(chosen[0][1], 0, min(chosen[0][2], 16), self.tags.n_sink)
         scale = 1 / max(float(keys.norm(dim=-1).mean()), 1e-6)
         out = torch.empty(shape, dtype=view.sink_k.dtype, device=self.tags.device)
-        step(view, q_rot, backend.req_to_token, out, scale=scale)
+        step(view, q_rot, self.tags.table, out, scale=scale)
         boundary = self.tags.boundary(lengths - 1, rows).minimum(lengths - 1).tolist()
         for i, row, length in chosen:
             found = Partial.empty(1, attention.heads, attention.head_dim, self.tags.device)
@@ -83,13 +102,12 @@ class Probe:
                     f"reference over the same {length} tokens"
                 )
 
-    def extend(self, tile: Tile, rows: torch.Tensor, prefix: torch.Tensor, hist_end) -> None:
+    def _extend(self, tile: Tile, rows: torch.Tensor, prefix: torch.Tensor, hist_end) -> None:
         """A tile of cached prefixes; rows, prefix and hist_end (the backend's) [B] of the batch."""
-        backend = self.backend
-        keys, values = backend.pool.scratch[:, : tile.tokens]
+        keys, values = self.scratch[:, : tile.tokens]
         materialise(
-            backend.views[0],
-            backend.req_to_token,
+            self.views[0],
+            self.tags.table,
             tile.rows,
             tile.starts,
             tile.cu_k,

@@ -1,6 +1,6 @@
 """Run by serving/test_codecs.py in a process of its own: are the server's codes the evaluator's?
 
-    python codec_parity.py MODEL ARTIFACT   -> one JSON object on the last line of stdout
+    python -m tests.runners.codec_parity MODEL ARTIFACT   -> JSON on the last line of stdout
 
 The same tokens run through SGLang on the int2 pool and through transformers under the evaluator's
 ``capture``. Reports the fraction of history rows whose codes and metadata are equal, byte for byte,
@@ -13,25 +13,21 @@ import json
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
-
-from inprocess import Runner  # noqa: E402
+from scripts.lib.inprocess import Runner
 
 LENGTH = 150  # within the exact windows: no row's own K and V depend on codes
 SINK = 64
 
 
-def main(model: str, artifact: str) -> None:
+def compare(model: str, artifact: str) -> dict:
     runner = Runner(model, artifact, skip_tokenizer_init=True, max_total_tokens=512, rows=3)
-
-    from tiny_models import random_ids
 
     from oscar_sglang.artifact.file import load
     from oscar_sglang.calibration.collect import load_model
     from oscar_sglang.calibration.continuation import capture
     from oscar_sglang.calibration.methods import METHODS
     from oscar_sglang.kernels.codec import Rows
+    from scripts.lib.tiny_models import random_ids
 
     ids = random_ids(LENGTH + 1)[0]
     request = runner.request(1)
@@ -52,7 +48,7 @@ def main(model: str, artifact: str) -> None:
         judged = Rows(*encoded.k[:2]), Rows(*encoded.v)
         if block > 1:
             packed, norm, channels = encoded.k
-            judged = Rows(packed, norm[..., None]), judged[1]
+            judged = Rows(packed, norm), judged[1]
             page = request.slots[0] // block
             mine = runner.segments.history.channels[layer][page]
             assert (mine == channels).float().mean() > 0.95  # the rest is one FP16 rounding off
@@ -65,8 +61,8 @@ def main(model: str, artifact: str) -> None:
         encoded_bytes += method.encode(params, *whole).num_bytes
         elements += 2 * whole[0].numel()
     bits = {"server": runner.pool.stats()["bits_per_element"], "eval": 8 * encoded_bytes / elements}
-    print(json.dumps({"codec": fitted.codec, "equal": equal / rows, "bits": bits}))
+    return {"codec": fitted.codec, "equal": equal / rows, "bits": bits}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(compare(*sys.argv[1:])))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from gated_delta_net import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
+
+from .gated_delta_net import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
 
 
 def _step(state, x, dt, a, b, c, d):

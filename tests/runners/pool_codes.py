@@ -1,6 +1,6 @@
 """Run by test_pool.py in a process of its own: codes of the same tokens, stored in many ways.
 
-    python pool_codes.py MODEL ARTIFACT PAGE_SIZE   -> JSON on the last line of stdout
+    python -m tests.runners.pool_codes MODEL ARTIFACT PAGE_SIZE   -> JSON on the last line of stdout
 
 Each way of scheduling reports the fraction of differing code bytes and metadata against the
 plain prefill of the same process; ``digest`` lets two processes be compared.
@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from inprocess import Runner  # noqa: E402
+from scripts.lib.inprocess import Runner
+from tests.support.vectors import DATA
 
 LENGTH = 200
 
 
 def main(model: str, artifact: str, page_size: int) -> None:
     runner = Runner(model, artifact, page_size=page_size)
-    with np.load(HERE / "data" / "smollm2_tokens.npz") as z:
+    with np.load(DATA / "smollm2_tokens.npz") as z:
         documents = [z[k][:LENGTH].tolist() for k in z.files if k.startswith("test_")] * 2
     ids = documents[0]
     layers = range(runner.pool.layer_num)

@@ -1,29 +1,26 @@
-"""Shared memory of the Triton kernels on a GPU that is not there: compile_triton.py SM DIM CODEC
+"""Shared memory of the Triton kernels on a GPU that is not there.
+
+    TRITON_INTERPRET=0 python -m tests.runners.compile_triton SM DIM CODEC
 
 Compiles what a decode step, an extend over a cached prefix and a restored sink launch, runs none of
 it, and prints {kernel: bytes} as JSON. A process of its own: in the tests' Triton is interpreted.
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-import torch  # noqa: E402
-from kernels.conftest import Lab, run_attention  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
-from oscar_sglang.kernels.accumulate import accumulate  # noqa: E402
-from oscar_sglang.kernels.materialise import materialise  # noqa: E402
-from oscar_sglang.kernels.restore import restore_sinks  # noqa: E402
-from oscar_sglang.kernels.rotate import join_prefix, rotate_queries  # noqa: E402
-from oscar_sglang.kernels.store import store  # noqa: E402
-from oscar_sglang.kernels.views import query_buffer  # noqa: E402
+from oscar_sglang.kernels.accumulate import accumulate
+from oscar_sglang.kernels.materialise import materialise
+from oscar_sglang.kernels.restore import restore_sinks
+from oscar_sglang.kernels.rotate import join_prefix, rotate_queries
+from oscar_sglang.kernels.store import store
+from oscar_sglang.kernels.views import query_buffer
+from tests.kernels.conftest import Lab, run_attention
 
 
 class AbsentGpu:

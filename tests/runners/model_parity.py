@@ -1,6 +1,6 @@
 """Run by serving/test_models.py in a process of its own: one import of SGLang, a fork per run.
 
-    python model_parity.py FOLDER FAMILY...
+    python -m tests.runners.model_parity FOLDER FAMILY...
 
 Each family runs on SGLang's own cache, on int2 with windows that hold everything, and on int2 with
 small ones. Prints a JSON object: family -> error, or relative differences of logits and the plan.
@@ -14,17 +14,13 @@ import sys
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts" / "lib")]
+import torch
 
-import gated_delta_net  # noqa: E402
-import inprocess  # noqa: E402
-import state_space  # noqa: E402
-import torch  # noqa: E402
-from tiny_models import HYBRID_FAMILIES, VOCAB, family  # noqa: E402
-from tiny_vision import WRAPPED  # noqa: E402
-
-from oscar_sglang.calibration import calibrate  # noqa: E402
+from oscar_sglang.calibration import Plan, calibrate
+from scripts.lib import inprocess
+from scripts.lib.tiny_models import HYBRID_FAMILIES, VOCAB, family
+from scripts.lib.tiny_vision import WRAPPED
+from tests.support import gated_delta_net, state_space
 
 RUNS = {"stock": None, "wide": (256, 256), "narrow": (4, 12)}
 
@@ -102,7 +98,7 @@ def forked(function, *args) -> dict:
 
 def compare(folder: Path) -> dict:
     # As a first start does, but for fewer tokens.
-    calibrate(folder, "feedback", tokens=512).save(artifact_of(folder))
+    calibrate(Plan(folder, tokens=512)).save(artifact_of(folder))
     found = {name: forked(run, folder, windows) for name, windows in RUNS.items()}
     if errors := [f"{name}: {r['error']}" for name, r in found.items() if "error" in r]:
         return {"error": "\n".join(errors)}

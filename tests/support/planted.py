@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).parent
-KERNELS = HERE.parent / "triton_kernels"
+TESTS = Path(__file__).parents[1]
+KERNELS = TESTS.parent / "triton_kernels"
 
 
 class Fault(NamedTuple):
@@ -86,7 +86,7 @@ def failing_tests(
                 mutate(fault)
             options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
             options += ["-x"] * stop + ["-k", choose] * bool(choose)
-            pytest.main([*options, *(str(HERE / t) for t in tests)], plugins=[found])
+            pytest.main([*options, *(str(TESTS / t) for t in tests)], plugins=[found])
         os.write(write, json.dumps(found.names[:400]).encode()[:60000])
         os._exit(0)
     os.close(write)

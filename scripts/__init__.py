@@ -1,0 +1,1 @@
+"""Demo, measurements and checks: ``python -m scripts.NAME`` in the checkout."""

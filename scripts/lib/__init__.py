@@ -1,0 +1,1 @@
+"""What several scripts, and tests, use."""
