@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..artifact.file import Artifact, ArtifactError, Fingerprint, check, load
-from ..config import cache_dir
+from ..cache import cache_dir
 from ..kernels.codec import CODECS
 from .plan import Plan
 

@@ -29,8 +29,8 @@ def load_pictures(model_dir: Path, files: Sequence[Path]) -> list[dict[str, Any]
     found = []
     for file in files:
         try:
-            with Image.open(file) as picture:
-                picture = picture.convert("RGB")
+            with Image.open(file) as opened:
+                picture = opened.convert("RGB")
         except (OSError, UnidentifiedImageError) as error:
             raise CalibrationError(f"{file}: cannot be read as a picture ({error})") from None
         content = [{"type": "image", "image": picture}, {"type": "text", "text": _WORDS}]

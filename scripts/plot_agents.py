@@ -18,7 +18,7 @@ try:
 except ImportError:
     sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 COLOURS = {"bf16": "tab:blue", "fp8": "tab:orange", "int2": "tab:green"}
 
@@ -48,6 +48,7 @@ def plot(data: dict, target: Path) -> None:
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("users")
+        axis.set_xticks(sorted({r["users"] for r in data["rows"]}))
         if axis in (first, each):
             axis.set_yscale("log")
         else:

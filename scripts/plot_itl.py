@@ -20,35 +20,12 @@ try:
 except ImportError:
     sys.exit("plots need matplotlib: pip install '.[plots]'")
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
 
-from scripts.lib.context_cost import Line, lines  # noqa: E402
+from scripts.lib.context_cost import TITLES, Line, lines, markdown
 
 COLOURS = {"bf16": "tab:blue", "fp8": "tab:orange", "int2": "tab:green"}
-TITLES = {"context": "one stream, longer context", "batch": "more streams of 32k"}
-
-
-def markdown(data: dict, model: str):
-    """Table lines."""
-    yield f"| {model} | cache | µs per 1k tokens | of BF16's | faster than BF16 from |"
-    yield "|---|---|---|---|---|"
-    for vary, title in TITLES.items():
-        found = lines(data["rows"], model, vary)
-        for cache, line in found.items():
-            share = f"{line.us_per_1k / found['bf16'].us_per_1k:.2f}"
-            cells = (title, cache, f"{line.us_per_1k:.1f}", share, since(line, found))
-            yield f"| {' | '.join(cells)} |"
-
-
-def since(line: Line, found: dict[str, Line]) -> str:
-    if line is found["bf16"]:
-        return ""
-    crossing = line.break_even(found["bf16"])
-    if crossing is None:
-        return "never"
-    tokens, within = crossing
-    return f"{tokens / 1024:.1f}k" if within else f"the shortest measured, {tokens / 1024:g}k"
 
 
 def draw(axis: plt.Axes, found: dict[str, Line], title: str) -> None:
@@ -91,7 +68,7 @@ def main() -> None:
     if args.target:
         plot(data, args.model, args.target)
     if args.markdown:
-        print("\n".join(markdown(data, args.model)))
+        print("\n".join(markdown(data["rows"], args.model)))
 
 
 if __name__ == "__main__":

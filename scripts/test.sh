@@ -8,4 +8,5 @@ cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
 ruff check .
 ruff format --check .
+mypy
 exec python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile "$@"

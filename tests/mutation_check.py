@@ -221,6 +221,17 @@ KERNEL_FAULTS = {
 
 
 CUDA_FAULTS = {
+    "a field that its mirror lacks": Fault(
+        "work.cu",
+        "int batch, n_sink, n_recent, columns;",
+        "int batch, n_sink, n_recent, spare, columns;",
+    ),
+    "a mirror's fields in another order": Fault(
+        "cuda_args.py", '("k_rank", "v_rank")', '("v_rank", "k_rank")'
+    ),
+    "shared memory beside the tiles counted short": Fault(
+        "cuda_attend.py", "side = 512 * means", "side = 256 * means"
+    ),
     "window: ring row one off": Fault(
         "warp.cu", "sink ? p0 : p0 % rows", "sink ? p0 : (p0 + 1) % rows"
     ),
@@ -228,10 +239,10 @@ CUDA_FAULTS = {
     "history: tokens past its end are seen": Fault(
         "warp.cu", "if (i < from || i >= to)", "if (i < from)"
     ),
-    "reference moved, sum not": Fault("warp.cu", "l0 *= f0; l1 *= f1; z0", "z0"),
-    "windows joined unweighed": Fault("warp.cu", "before * ((e & 1) ? g1 : g0)", "before"),
+    "reference moved, sum not": Fault("columns.cu", "l0 *= f0; l1 *= f1; z0", "z0"),
+    "windows joined unweighed": Fault("columns.cu", "before * ((e & 1) ? g1 : g0)", "before"),
     "channels of a split's first page only": Fault(
-        "warp.cu", "(first || tile_base(a, tile) % PAGE == 0)", "first"
+        "work.cu", "(first || tile_base(a, tile) % PAGE == 0)", "first"
     ),
     "lo of half the channels": Fault("warp.cu", "lo[0][0] + lo[1][0]", "lo[0][0]"),
     "K's lo left out": Fault(
@@ -246,8 +257,8 @@ CUDA_FAULTS = {
     "norm of the neighbour": Fault("meta.cu", "(row * 6 & ~3)", "((row ^ 1) * 6 & ~3)"),
     "V's first lo left out": Fault("meta.cu", "lo_step[1], l * lo_first[1]", "lo_step[1], 0.f"),
     "big steps overflow": Fault("meta.cu", "BIG_STEP = 0x5800", "BIG_STEP = 0x7C00"),
-    "V's metadata over K's": Fault("rows.cu", "kv * (META_BYTES / 2)", "0 * (META_BYTES / 2)"),
-    "rank one off": Fault("rows.cu", "int drop = D - 1 - rank", "int drop = D - 2 - rank"),
+    "V's metadata over K's": Fault("codes.cu", "kv * (META_BYTES / 2)", "0 * (META_BYTES / 2)"),
+    "rank one off": Fault("codes.cu", "int drop = D - 1 - rank", "int drop = D - 2 - rank"),
     "copies not waited for": Fault(
         "attend.cu", "wait_copies<STAGES - 2>", "wait_copies<STAGES - 1>"
     ),
@@ -267,12 +278,12 @@ CUDA_FAULTS = {
     ),
     "upper codes of 4 bits": Fault("meta.cu", "p >= 2 ? w >> 8", "p >= 3 ? w >> 8"),
     "keys' means of other positions": Fault(
-        "rows.cu", "(m.positions[token] >> 4)", "(m.positions[token] >> 5)"
+        "position.cu", "(m.positions[token] >> 4)", "(m.positions[token] >> 5)"
     ),
     "no gain": Fault(
-        "rows.cu", "step_byte(key.step * gain, grid[0])", "step_byte(key.step, grid[0])"
+        "position.cu", "step_byte(key.step * gain, grid[0])", "step_byte(key.step, grid[0])"
     ),
-    "errors not fed back": Fault("rows.cu", "fmaf(-e, f[i][k], y.v[k])", "fmaf(-e, 0.f, y.v[k])"),
+    "errors not fed back": Fault("codes.cu", "fmaf(-e, f[i][k], y.v[k])", "fmaf(-e, 0.f, y.v[k])"),
 }
 
 

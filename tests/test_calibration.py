@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from oscar_sglang import config
 from oscar_sglang.artifact import file as art
+from oscar_sglang.cache import cache_dir
 from oscar_sglang.calibration import (
     CalibrationError,
     Plan,
@@ -381,11 +381,11 @@ def test_ensure_artifact_without_a_writable_cache(model_dir, cache, caplog):
 def test_cache_directory_precedence(monkeypatch):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert config.cache_dir() == Path("/a")
+    assert cache_dir() == Path("/a")
     monkeypatch.delenv("OSCAR_SGLANG_CACHE")
-    assert config.cache_dir() == Path("/b/oscar_sglang")
+    assert cache_dir() == Path("/b/oscar_sglang")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert config.cache_dir() == Path.home() / ".cache/oscar_sglang"
+    assert cache_dir() == Path.home() / ".cache/oscar_sglang"
 
 
 def test_a_hybrid_model_has_statistics_of_its_attention_layers(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import time
 import unittest
 from pathlib import Path
@@ -122,3 +123,25 @@ def test_differences():
         "K.d: stock passed, int2 missing",
     ]
     assert check_kits.counts(tests["stock"]) == "3 passed, 1 failed"
+
+
+def test_results_of_the_other_cache_are_kept_if_the_flags_are_the_same(tmp_path):
+    """A run can be done in parts; what was run on another model or flags is no comparison."""
+    kit, passed = kits.KITS[0], {"t": {"result": "passed", "why": "", "seconds": 1}}
+    file = tmp_path / "kits.json"
+
+    def results(cache: str, *flags: str) -> check_kits.Results:
+        args = argparse.Namespace(json=file, commit="abc", caches=[cache], flags=list(flags))
+        args.model = Path("m")
+        found = check_kits.Results(args, [kit])
+        found.add(kit, cache, passed)
+        return found
+
+    def caches() -> list[str]:
+        (row,) = json.loads(file.read_text())["rows"]
+        return list(row["tests"])
+
+    results("stock", "--a")
+    assert results("int2", "--a").as_dict()["differences"] == []
+    assert caches() == ["stock", "int2"]
+    assert len(results("int2", "--b").as_dict()["differences"]) == 1 and caches() == ["int2"]

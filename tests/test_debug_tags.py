@@ -181,8 +181,11 @@ def test_lost_sinks_are_those_of_history(pool, seq):
     pool.tags.cache_slot.fill_(-1)
     other = pool.begin(sequence(60, row=3, seed=5, slots=seq.slots), 20)
     pool.forward((other, 20, 21))
-    other = pool.begin(sequence(60, row=4, seed=5, slots=seq.slots), 20)
-    pool.seg.windows.sink_k[0][4, 1].add_(1)
+    other = sequence(60, row=4, seed=5, slots=seq.slots)
+    pool.tags.before()
+    pool.start(other, 20)
+    pool.seg.windows.sink_k[0][4, 1].add_(1)  # restored wrongly
+    pool.tags.start(torch.tensor([4]), torch.tensor([20]), torch.tensor([True]), [20])
     with pytest.raises(OwnershipError, match="position 1: sink row 1 of row 4 .* other bytes"):
         pool.forward((other, 20, 21))
 

@@ -18,15 +18,16 @@ FOLDERS = {"oscar_sglang": (), "calibration": ("calibration",), "triton_kernels"
 
 # Room (or module with a rule of its own) -> what it may import besides itself. A room that is not
 # here may not be. "" is the package's version.
-GROUND = {"", "config", "events"}
+GROUND = {"", "cache", "config", "events"}
 ROOMS = {
     "": set(),
+    "cache": set(),
     "config": {"kernels"},  # names of codecs, looked up when they are asked for
     "events": set(),
     "launch_server": set(),
-    "kernels": {"config"},
-    "artifact": {"config", "kernels"},
-    "calibration": {"", "config", "kernels", "artifact", "launch_server"},
+    "kernels": {"cache"},
+    "artifact": {"cache", "kernels"},
+    "calibration": {"", "cache", "config", "kernels", "artifact", "launch_server"},
     "pool": {"config", "kernels", "artifact"},
     "watch": {"config", "events", "kernels", "pool"},
     "plugin.ledger": set(),

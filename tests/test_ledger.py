@@ -14,6 +14,7 @@ from oscar_sglang.config import OscarError
 from oscar_sglang.health import doctor
 from oscar_sglang.plugin import ledger, registration
 from oscar_sglang.plugin.ledger import Hook, Read, Sources, problems
+from oscar_sglang.pool.sglang_types import Configurator, ForwardBatch, ModelConfig, ModelRunner
 
 INSTALLED = Sources.installed()
 
@@ -41,6 +42,16 @@ def mutilate(folder: Path, changes: dict[str, tuple[str, str]]) -> Sources:
 def test_the_pinned_sglang_has_every_row():
     assert INSTALLED.version == hooks.SGLANG_VERSION
     assert registration.found_problems(INSTALLED) == []
+
+
+def test_types_name_what_is_read_and_nothing_else():
+    """A Protocol's attribute that is no row of READS would not be missed in another SGLang."""
+    reads = {read.owner.rpartition(".")[2]: set(read.attributes) for read in hooks.READS}
+    reads["Configurator"] = reads["KVCacheConfigurator"]
+    for kind in (ModelConfig, Configurator, ModelRunner, ForwardBatch):
+        methods = {name for name in vars(kind) if name.startswith("get_")}
+        named = {*kind.__annotations__, *methods}
+        assert named and named <= reads[kind.__name__], kind
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def test_one_place_knows_the_cache_directory():
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "config.py")
+            assert ("XDG_CACHE_HOME" in text or "Path.home()" in text) == (path.name == "cache.py")
 
 
 # Import name -> distribution, where they differ; and what transformers or SGLang bring with them.
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client"}
+DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "PIL": "pillow"}
 BROUGHT = {"huggingface_hub", "packaging", "tokenizers", "flashinfer", "pynvml", "sgl_kernel"}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.lib.context_cost import markdown
 from scripts.lib.model_kinds import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +137,11 @@ def test_the_readme_quotes_the_kernels():
     assert quoted
     for factor, batch, context in quoted:
         assert same(factor, kernels[int(batch), int(context) * 1024])
+
+
+def test_the_readme_quotes_what_context_costs():
+    table = list(markdown(load("serving-h200.json")["rows"], "qwen3-8b"))
+    assert len(table) == 8 and "\n".join(table) in MEASURED
 
 
 def test_time_per_byte_of_the_codecs():
@@ -266,6 +272,23 @@ def test_the_readme_quotes_the_tags():
 
 
 # -- quality -----------------------------------------------------------------------------------
+
+
+def test_the_readme_quotes_the_kl_gate():
+    """As written, mean and standard error; a stock cache gives its own rows back."""
+    rows = load("kl-gate-cpu.json")["rows"]
+    names = {"qwen3-nano": "qwen3-nano", "SmolLM2-135M": "smollm2-135m"}
+    caches = {"SGLang's own cache": "stock", "`feedback`": "int2", "`position`": "position"}
+    quoted = re.findall(r"\| ([^|]+), (qwen3-nano|SmolLM2-135M) \| (0\..*) \|", MEASURED)
+    assert len(quoted) * 3 == len(rows)
+    for cache, model, cells in quoted:
+        found = [r for r in rows if (r["model"], r["cache"]) == (names[model], caches[cache])]
+        assert [r["case"] for r in found] == ["turns", "prefix hit", "answer hit"]
+        for row, cell in zip(found, cells.split(" | "), strict=True):
+            kl, *error = cell.split(" ± ")
+            assert same(kl, row["kl"]) and (not error or same(error[0], row["error"]))
+            assert row["hit"] == 1.0 and row["below"]["DCP"]
+            assert row["cache"] != "stock" or row["kl"] < 1e-9
 
 
 def test_both_parts_of_omni_are_needed():

@@ -1,4 +1,4 @@
-// Split-KV decode attention over sink | 2-bit history | recent. After common.cu, meta.cu and warp.cu; needs PAGED (1: a
+// Split-KV decode attention over sink | 2-bit history | recent. After warp.cu; needs PAGED (1: a
 // page holds whole 16-slot blocks), SHARED_BYTES, and either CTA_HEADS, CTA_STAGES, BARRIERS for attend_cta, or WARPS,
 // STAGES, MIN_CTAS for attend_warp (cuda_attend.Form).
 //

@@ -13,7 +13,7 @@
               block (``codec_omni``)
 
 To add a codec add a row here, with parts of its own from a file of its own, and the form of its
-metadata to the kernels, unless they have it (``tile``, ``meta.cu``, ``rows.cu``).
+metadata to the kernels, unless they have it (``tile``, ``meta.cu``, ``codes.cu``).
 """
 
 from __future__ import annotations

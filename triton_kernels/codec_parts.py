@@ -61,7 +61,7 @@ class LayerParams(NamedTuple):
         return self.queries.transpose(-1, -2)
 
     def to(self, device) -> LayerParams:
-        return LayerParams(*(None if t is None else t.to(device) for t in self))
+        return LayerParams._make(None if t is None else t.to(device) for t in self)
 
 
 RoundMeta = Callable[[torch.Tensor], torch.Tensor]  # (step, lo) [T, Hk, 2] as it can be stored

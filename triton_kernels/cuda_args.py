@@ -1,4 +1,4 @@
-"""What the launchers of the CUDA kernels share: shapes as macros, argument blocks of rows.cu."""
+"""What the launchers of the CUDA kernels share: shapes as macros, argument blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .views import LayerView
 
 HEAD_DIMS = (64, 128)
 ROWS = 16  # that an MMA rotates
+ROW_FILES = ("common.cu", "rows.cu", "codes.cu", "position.cu")
 Defines = tuple[tuple[str, int], ...]
 
 
@@ -90,7 +91,7 @@ def pointer(x: torch.Tensor | None) -> int | None:
 
 
 class CodeArgs(ctypes.Structure):
-    """``CodeArgs`` of rows.cu."""
+    """``CodeArgs`` of codes.cu."""
 
     _fields_ = [
         ("blocks", ctypes.c_void_p),
@@ -117,7 +118,7 @@ class CodeArgs(ctypes.Structure):
 
 
 class MeanArgs(ctypes.Structure):
-    """``MeanArgs`` of rows.cu; empty but for codec ``position``."""
+    """``MeanArgs`` of position.cu; empty but for codec ``position``."""
 
     _fields_ = [
         ("shares", ctypes.c_void_p),

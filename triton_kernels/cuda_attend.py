@@ -21,6 +21,7 @@ from . import codec_omni, nvrtc
 from .attend import Partials
 from .cuda_args import (
     HEAD_DIMS,
+    ROW_FILES,
     CodeArgs,
     Coding,
     Defines,
@@ -42,7 +43,7 @@ _MERGE_WARPS = 8
 
 
 class Args(ctypes.Structure):
-    """``Args`` of warp.cu."""
+    """``Args`` of work.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
@@ -72,8 +73,8 @@ class MergeArgs(ctypes.Structure):
     ]
 
 
-ATTEND = Source(("common.cu", "meta.cu", "warp.cu", "attend.cu"), (Args,))
-MERGE = Source(("common.cu", "rows.cu", "merge.cu"), (CodeArgs, MeanArgs, MergeArgs))
+ATTEND = Source(("common.cu", "meta.cu", "work.cu", "columns.cu", "warp.cu", "attend.cu"), (Args,))
+MERGE = Source((*ROW_FILES, "merge.cu"), (CodeArgs, MeanArgs, MergeArgs))
 
 
 @dataclass(frozen=True)

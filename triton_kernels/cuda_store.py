@@ -12,6 +12,7 @@ from . import nvrtc
 from .codec import CodecSpec
 from .cuda_args import (
     HEAD_DIMS,
+    ROW_FILES,
     ROWS,
     CodeArgs,
     Coding,
@@ -51,7 +52,7 @@ class StoreArgs(ctypes.Structure):
     ]
 
 
-SOURCE = Source(("common.cu", "rows.cu", "store.cu"), (CodeArgs, MeanArgs, WindowArgs, StoreArgs))
+SOURCE = Source((*ROW_FILES, "store.cu"), (CodeArgs, MeanArgs, WindowArgs, StoreArgs))
 
 
 def has_codec(spec: CodecSpec) -> bool:

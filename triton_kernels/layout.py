@@ -161,7 +161,9 @@ class MemoryPlan:
     materialised row. ``widths``: (k_bits, v_bits) of each layer; empty where all layers are
     ``history``. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
     device for one KV head, ``table_bytes`` what it keeps for all layers; ``workspace_bytes`` are
-    the kernels' own static buffers. ``head_dim``: the model's, where ``history`` has padded heads.
+    the kernels' own static buffers. ``rows`` are request rows: SGLang's padding row, those of
+    running requests, and ``parked_rows`` more whose rings outlive their requests. ``head_dim``:
+    the model's, where ``history`` has padded heads.
     """
 
     layers: int
@@ -176,11 +178,17 @@ class MemoryPlan:
     workspace_bytes: int = 0
     widths: tuple[tuple[int, int], ...] = ()
     table_bytes: int = 0
+    parked_rows: int = 0
     head_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.widths and len(self.widths) != self.layers:
             raise ValueError(f"widths of {len(self.widths)} layers, expected {self.layers}")
+
+    @property
+    def requests(self) -> int:
+        """That can run at once."""
+        return self.rows - 1 - self.parked_rows
 
     @property
     def layouts(self) -> list[HistoryLayout]:

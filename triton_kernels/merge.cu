@@ -1,4 +1,4 @@
-// Merge of the splits of attend.cu, with the inverse V rotation. After common.cu and rows.cu; needs
+// Merge of the splits of attend.cu, with the inverse V rotation. After position.cu; needs
 // MERGE_ROWS, the query heads a CTA finishes at a time (a divisor of GROUP or more), and MERGE_WARPS.
 //
 // A CTA keeps its KV head's matrix in registers - loaded before the attend kernel has finished,

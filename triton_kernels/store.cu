@@ -1,4 +1,4 @@
-// Store fresh q, k, v. After common.cu and rows.cu; needs WARPS of store (one for 8 columns, and per row), Y_STRIDE of a
+// Store fresh q, k, v. After position.cu; needs WARPS of store (one for 8 columns, and per row), Y_STRIDE of a
 // float row in shared memory. Two kernels:
 //
 // store: everything at once, for prefill. A CTA owns one KV head of one part (K, V or the head's

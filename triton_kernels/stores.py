@@ -49,8 +49,9 @@ class HistoryStore:
         num_slots: int,
         device,
     ) -> None:
-        one = isinstance(layout, HistoryLayout)
-        self.layouts = [layout] * layers if one else list(layout)
+        if isinstance(layout, HistoryLayout):
+            layout = [layout] * layers
+        self.layouts = list(layout)
         if len(self.layouts) != layers:
             raise ValueError(f"{len(self.layouts)} layouts for {layers} layers")
         self.num_slots = num_slots
@@ -132,6 +133,16 @@ class WindowStore:
         low = torch.maximum(start, written - self.windows.n_recent)
         cut = torch.minimum(low, torch.maximum(start, prefix_lens))
         self.recent_start[rows] = torch.where(written > prefix_lens, cut, start)
+
+    def begin(self, row: int, prefix_len: int, source: int = 0, low: int = 0) -> None:
+        """``row`` goes to a request with ``prefix_len`` cached tokens, whose K and V are exact in
+        the ring of row ``source`` from position ``low`` < ``prefix_len`` on (0: nowhere)."""
+        first = max(low, prefix_len - self.windows.n_recent) if source else prefix_len
+        if source not in (0, row):
+            index = torch.arange(first, prefix_len) % self.windows.n_recent
+            for rings in (self.recent_k.stack, self.recent_v.stack):
+                rings[:, row, index] = rings[:, source, index]
+        self.recent_start[row], self.written[row] = first, prefix_len
 
     @property
     def num_bytes(self) -> int:

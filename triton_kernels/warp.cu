@@ -1,94 +1,19 @@
-// One warp's share of attend: the work of a split, and attention of 8 columns over it. After common.cu
-// and meta.cu; needs SOFT_CAP, COLS (columns of a warp) and Q_SHARED (cuda_attend.Form).
+// Attention of one warp: its columns over windows and history of one KV head. After columns.cu; needs SOFT_CAP.
 
-struct Args {
-  float* o;              // [splits + B, HK, columns, D]
-  float2* ml;            // [splits + B, HK, columns]
-  const int* plan;
-  const float* q;        // [T, HK * G, Q_ROW]
-  const u8* blocks;      // [N, HK, HB]
-  const u16* sink_k;     // [R, n_sink, HK, D]
-  const u16* sink_v;
-  const u16* ring_k;     // [R, n_recent, HK, D]
-  const u16* ring_v;
-  const int* table;      // [R, table_stride]
-  const float* r_v;      // [HK, D, D], for the merge kernel
-  i64 table_stride;
-  int batch, n_sink, n_recent, columns;
-  float scale_log2, cap_log2;
-  const float* grid;     // [HK, 2, 3], COMPACT
-  const u16* channels;   // [slots / PAGE, HK, D, 2] step and lo, CHANNEL
-  int zero;              // 0, which the compiler does not know
-  const u16* turns;      // [contexts / 16, D] FP16 cosines and sines, POSITION
-};
-constexpr int GROUP_TILES = 8;            // whose position biases are computed together
-// Shared memory that a warp keeps beside its tiles for POSITION: those biases and, in attend_cta, whose registers are
-// few, the query operands.
-constexpr int BIAS_BYTES = GROUP_TILES * 2 * COLS * 4;
-constexpr int SIDE = META_FORM == POSITION ? BIAS_BYTES + Q_SHARED * NJ * 256 : 0;
-
-// ---------------------------------------------------------------- work of a split
-struct Segment {                 // what one split does for one request
-  int b, row, seq_len, hist_end, q_start, q_len;
-  int sink_chunks, chunk0, chunk1, tile0, tile1, stop;
-};
-DEV Segment segment(const Args& a, int b, int4 x, int4 y, int line, int line_end) {
-  Segment s = {b, x.x, x.y, x.z, x.w, y.x};
-  const int origin = y.y;
-  s.stop = min(line_end, y.z);
-  s.sink_chunks = div_up(min(s.seq_len, a.n_sink), WIN);
-  const int recent = max(s.seq_len - max(a.n_sink, s.hist_end), 0);
-  const int chunks = s.sink_chunks + div_up(recent, WIN);
-  s.chunk0 = min(div_up(line - origin, WIN_COST), chunks);
-  s.chunk1 = min(div_up(s.stop - origin, WIN_COST), chunks);
-  const int tiles_from = origin + chunks * WIN_COST;
-  s.tile0 = max(line - tiles_from, 0);
-  s.tile1 = max(s.stop - tiles_from, s.tile0);
-  return s;
-}
-// The segments of a split, in order: for (Work work(a, split); work.more();) { const Segment s = work.take(); ... }
-struct Work {
-  const Args& a;
-  const int* fields;             // of the next segment's request
-  int b, at, end;
-  DEV Work(const Args& args, int split) : a(args) {
-    const int* mine = a.plan + HEADER + a.batch * FIELDS + split * SPLIT;
-    const int4 line = *reinterpret_cast<const int4*>(mine);
-    fields = mine + 4;
-    b = line.x;
-    at = line.y;
-    end = line.z;
-  }
-  DEV bool more() const { return at < end; }
-  DEV Segment take() {
-    const int4* f = reinterpret_cast<const int4*>(fields);
-    const Segment s = segment(a, b++, f[0], f[1], at, end);
-    at = s.stop;
-    fields = a.plan + HEADER + b * FIELDS;
-    return s;
-  }
-};
-
-// ---------------------------------------------------------------- one warp: one KV head, 8 columns
-// Lane (g, t) = (lane / 4, lane % 4). As MMA accumulator it holds tokens or channels g, g + 8 of
-// columns 2t, 2t + 1; as query operand it holds column g.
 DEV float capped(float x, float cap_log2) {
   const float e = ex2(fabsf(x) * (-2.f * LOG2E / cap_log2));
   return copysignf(cap_log2 * __fdividef(1.f - e, 1.f + e), x);
 }
 
-struct Warp {
+struct Warp : Columns {
   u32 qb[NJ][2];                        // query as B operand of the history; with Q_SHARED only until it is there
   float sum0, sum1;                     // sums of q of 2t, 2t + 1
   Decoder decoder;
-  float acc[NJ][4], m0, m1, l0, l1, z0, z1;
-  bool unset0, unset1;                  // no visible token yet
   u32 read;                             // bits of the last tile's codes of V, see stage_read
   float norm, inv_norm;                 // what q is multiplied by (0: no such column), its inverse
   const float* qr;                      // query row of column g
   int q_pos0, q_pos1;
   bool valid;
-  int g, t;
 
   DEV void begin(const Args& a, const Segment& s, int head, int first_col) {
     const int lane = threadIdx.x & 31, col = first_col + (lane >> 2);
@@ -100,9 +25,7 @@ struct Warp {
     valid = col < s.q_len * G;
     const int qi = valid ? col / G : 0;
     qr = a.q + ((i64)(s.q_start + qi) * (HK * G) + head * G + (valid ? col % G : 0)) * Q_ROW;
-    UNROLL for (int j = 0; j < NJ; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
-    m0 = m1 = l0 = l1 = z0 = z1 = 0.f;
-    unset0 = unset1 = true;
+    clear();
     read = 0;
     float top = 0.f;
     UNROLL for (int r = 0; r < D / 16; r++) {
@@ -179,9 +102,6 @@ struct Warp {
     a0 = transpose8x8(a0), a1 = transpose8x8(a1), b0 = transpose8x8(b0), b1 = transpose8x8(b1);
     mma_window(c, a0, a1, b0, b1, hi[0], hi[1]);
     mma_window(c, a0, a1, b0, b1, lo[0], lo[1]);
-  }
-  DEV int win_channel(int j, int e) const {
-    return 32 * (j >> 1) + 8 * (g >> 1) + 4 * (j & 1) + 2 * e + (g & 1);
   }
   DEV void window(const Args& a, const Segment& s, int head, int chunk) {
     const bool sink = chunk < s.sink_chunks;
@@ -422,93 +342,8 @@ struct Warp {
       }
   }
 
-  // ---- soft-max reference
-  template <int U> DEV bool outgrown(const float (&x)[U][4], bool force) {
-    float top = HIDDEN;
-    UNROLL for (int u = 0; u < U; u++)
-      top = fmaxf(top, fmaxf(fmaxf(x[u][0], x[u][1]), fmaxf(x[u][2], x[u][3])));
-    return __any_sync(~0u, top > THRESHOLD || force);
-  }
-  // excess: log2 of what a token's probability must stay below 2^BIAS by
-  template <int U, bool FIRST>
-  DEV void move_reference(const float (&x)[U][4], const float (&excess)[U][2]) {
-    float a0 = HIDDEN, a1 = HIDDEN;
-    UNROLL for (int u = 0; u < U; u++)
-      UNROLL for (int e = 0; e < 2; e++) {
-        a0 = fmaxf(a0, x[u][2 * e] + excess[u][e]);
-        a1 = fmaxf(a1, x[u][2 * e + 1] + excess[u][e]);
-      }
-    UNROLL for (int o = 4; o < 32; o <<= 1) {
-      a0 = fmaxf(a0, __shfl_xor_sync(~0u, a0, o));
-      a1 = fmaxf(a1, __shfl_xor_sync(~0u, a1, o));
-    }
-    const float f0 = shift<FIRST>(m0, unset0, a0), f1 = shift<FIRST>(m1, unset1, a1);
-    l0 *= f0; l1 *= f1; z0 *= f0; z1 *= f1;
-    UNROLL for (int j = 0; j < NJ; j++) {
-      acc[j][0] *= f0; acc[j][1] *= f1; acc[j][2] *= f0; acc[j][3] *= f1;
-    }
-  }
-  template <bool FIRST> DEV float shift(float& m, bool& unset, float top) {
-    if (FIRST && unset) {
-      if (top > HIDDEN * 0.5f) m = top - BIAS, unset = false;
-      return 1.f;
-    }
-    const float d = fmaxf(top - BIAS, 0.f);
-    m += d;
-    return ex2(-d);
-  }
-  DEV void finish() {
-    UNROLL for (int o = 4; o < 32; o <<= 1) {
-      l0 += __shfl_xor_sync(~0u, l0, o); l1 += __shfl_xor_sync(~0u, l1, o);
-      z0 += __shfl_xor_sync(~0u, z0, o); z1 += __shfl_xor_sync(~0u, z1, o);
-    }
-    m0 = unset0 ? HIDDEN : m0 - BIAS;
-    m1 = unset1 ? HIDDEN : m1 - BIAS;
-    UNROLL for (int j = 0; j < NJ; j++)
-      UNROLL for (int e = 0; e < 4; e++) acc[j][e] += ((e & 1) ? z1 : z0) * LO_UNIT;
-  }
-  // Add what this warp saved before (its windows).
-  DEV void absorb(const float* o, const float2* ml) {
-    const float2 a0 = ml[2 * t], a1 = ml[2 * t + 1];
-    const float top0 = fmaxf(m0, a0.x), top1 = fmaxf(m1, a1.x);
-    const float f0 = ex2(m0 - top0), f1 = ex2(m1 - top1);
-    const float g0 = ex2(a0.x - top0), g1 = ex2(a1.x - top1);
-    m0 = top0;
-    m1 = top1;
-    l0 = fmaf(l0, f0, a0.y * g0);
-    l1 = fmaf(l1, f1, a1.y * g1);
-    UNROLL for (int e = 0; e < 4; e++)
-      UNROLL for (int j = 0; j < NJ; j++) {
-        const float before = o[(2 * t + (e & 1)) * D + 16 * j + 8 * (e >> 1) + g];
-        acc[j][e] = fmaf(acc[j][e], (e & 1) ? f1 : f0, before * ((e & 1) ? g1 : g0));
-      }
-    __syncwarp();                                   // `save` may write over what others still read
-  }
-  // o [columns][D] and ml [columns] of this warp's first column; n columns exist
-  template <bool WINDOWS> DEV void save(float* o, float2* ml, int n) {
-    UNROLL for (int e = 0; e < 4; e++) {
-      const int c = 2 * t + (e & 1);
-      if (c < n)
-        UNROLL for (int j = 0; j < NJ; j++)
-          o[c * D + (WINDOWS ? win_channel(j, e >> 1) : 16 * j + 8 * (e >> 1) + g)] = acc[j][e];
-    }
-    if (g == 0) {
-      if (2 * t < n) ml[2 * t] = make_float2(m0, l0);
-      if (2 * t + 1 < n) ml[2 * t + 1] = make_float2(m1, l1);
-    }
-    __syncwarp();
-  }
 };
 
-// Tiles of CHANNEL begin at multiples of 32, so that none lies in two pages; they are as many as the plan's, because
-// history ends at the end of a page.
-DEV int tile_base(const Args& a, int tile) {
-  return (a.n_sink & (META_FORM == CHANNEL ? ~31 : ~15)) + tile * TILE;
-}
-// Whether a tile brings the channels of its page: the first of a segment and the first of a page do.
-DEV bool begins_page(const Args& a, int tile, bool first) {
-  return META_FORM == CHANNEL && (first || tile_base(a, tile) % PAGE == 0);
-}
 // One tile at `base`, the channels that it brings at `channels`; the next tile of this warp comes STRIDE tiles later.
 template <int SUB, bool FIRST, int STRIDE>
 DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, u32 channels, int tile) {
@@ -521,7 +356,4 @@ DEV void visit_tile(Warp& w, const Args& a, const Segment& s, u32 base, u32 chan
   if (FIRST) w.history_tile<SUB, true, true>(a, base, a.n_sink - pos, to);
   else if (to >= TILE) w.history_tile<SUB, false, false>(a, base, 0, TILE);
   else w.history_tile<SUB, true, false>(a, base, 0, to);
-}
-DEV i64 partial_at(const Args& a, int split, int b, int head, int col) {
-  return ((i64)(split + b) * HK + head) * a.columns + col;
 }

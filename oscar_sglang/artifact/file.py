@@ -26,7 +26,8 @@ from ..kernels.codec import CODECS, CodecSpec, LayerCodec, LayerParams, layer_sp
 from ..kernels.hadamard import hadamard
 from ..kernels.layout import stored_head_dim
 from .fingerprint import Fingerprint, FingerprintError
-from .header import FORMAT_VERSION, METADATA_KEY, ArtifactError, Header, read_header
+from .header import FORMAT_VERSION, ArtifactError, Header, read_header
+from .weights import METADATA_KEY
 
 __all__ = [
     "FORMAT_VERSION",
@@ -127,7 +128,7 @@ def load(path: Path | str) -> Artifact:
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ArtifactError(f"{path}: cannot be read ({error})") from None
     layers = [
-        LayerParams(*(tensors.get(f"layers.{i}.{name}") for name in LayerParams._fields))
+        LayerParams._make(tensors.get(f"layers.{i}.{name}") for name in LayerParams._fields)
         for i in range(header.fingerprint.layers)
     ]
     artifact = _artifact(header, layers)
@@ -178,7 +179,7 @@ def shard(artifact: Artifact, tp_rank: int, tp_size: int) -> list[LayerParams]:
     first = tp_rank * total // tp_size
     heads = slice(first, first + max(1, total // tp_size))
     return [
-        LayerParams(*(None if t is None else t[heads].clone() for t in params))
+        LayerParams._make(None if t is None else t[heads].clone() for t in params)
         for params in artifact.layers
     ]
 

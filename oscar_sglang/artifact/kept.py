@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..config import cache_dir
+from ..cache import cache_dir
 from .header import ArtifactError, read_header
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -148,7 +148,10 @@ def print_warnings(warnings: list[str], console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False)
 
 
-def writable(path: Path | None, what: str) -> Path | None:
+_Output = TypeVar("_Output", Path, Path | None)
+
+
+def writable(path: _Output, what: str) -> _Output:
     """Fail before the work, not after: make the folder of an output file."""
     if path is not None:
         if path.is_dir():

@@ -244,10 +244,11 @@ def _fits(model: Path | None, file: Path | None) -> Check:
 
     try:
         fingerprint = art.Fingerprint.of(model) if model else None
-        if file is None:
+        if file is None and fingerprint:
             file = artifact_path(fingerprint, DEFAULT_CODEC)
             if not file.exists():
                 return Check("artifact", NOTE, f"none yet; the first start calibrates into {file}")
+        assert file is not None, "neither a model nor an artifact"
         artifact = art.load(file)
         if fingerprint:
             art.check(artifact, fingerprint)

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from ..config import OscarError
@@ -167,7 +168,7 @@ def _prompts(name: str, documents: list, sizes: Sizes, vocab: int, hits: _Hits) 
                 p + rng.choices(ids, k=256 + 64 * (i % sizes.branches))
                 for i, p in enumerate(spread)
             ]
-            own = {"prefix_input_ids": spread, "full_input_ids": first}
+            own: dict[str, Any] = {"prefix_input_ids": spread, "full_input_ids": first}
             own["assert_prefill_cached_tokens"] = hits.prefill
             seed = 3
         case _:
@@ -192,7 +193,10 @@ def _recorded(kit, say: Callable[[str], None]) -> Iterator[list[float]]:
                     compare([given], [sampled], thresholds, model, label)
             except (AssertionError, TypeError, ValueError) as error:
                 raise GateError(f"{label}: log-probabilities are not comparable: {error}") from None
-            found.append(float(re.search(r"avg_kl_div=(\S+)", "\n".join(printed))[1]))
+            average = re.search(r"avg_kl_div=(\S+)", "\n".join(printed))
+            if average is None:
+                raise GateError(f"{label}: SGLang's comparison printed no average")
+            found.append(float(average[1]))
             say(f"{label}: sample {len(found)}: {found[-1]:.4f}")
 
     silent = patch.object(kit, "print", lambda *_: None, create=True)

@@ -71,6 +71,9 @@ class Agreement:
         )
 
 
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
+
+
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     got, want = got.cpu().double(), want.cpu().double()
     return float((got - want).norm() / want.norm())
@@ -108,8 +111,8 @@ class _Pool:
         slots = torch.cat(
             [self.table[r, a:b] for r, a, b in zip(rows.tolist(), starts, ends, strict=True)]
         )
-        parts = (rows, torch.tensor(starts), torch.tensor(ends))
-        return reference.plan_batch(self.seg, *(x.to(self.device) for x in parts), slots)
+        parts = torch.stack([rows, torch.tensor(starts), torch.tensor(ends)]).to(self.device)
+        return reference.plan_batch(self.seg, parts[0], parts[1], parts[2], slots)
 
     def tokens(self, batch: reference.Batch) -> TokenBatch:
         index, tag = torch.empty_like(batch.slots), self.seg.sinks.tag
@@ -139,13 +142,15 @@ def compare(
     ours, other = (_Pool(shape, spec, params, table, d) for d in (torch.device(device), "cpu"))
     heads, cached = shape.kv_heads * shape.group, [n - 1 for n in shape.lens]
 
-    def random(tokens: int):
+    def random(tokens: int) -> _Rows:
         sizes = (heads, shape.kv_heads, shape.kv_heads)
         rows = torch.randn(tokens, sum(sizes), shape.head_dim, generator=g) + 0.3
-        return rows.to(shape.dtype).split(sizes, 1)
+        q, k, v = rows.to(shape.dtype).split(sizes, 1)
+        return q, k, v
 
-    def to(pool: _Pool, rows):
-        return [x.to(pool.device) for x in rows]
+    def to(pool: _Pool, rows: _Rows) -> _Rows:
+        q, k, v = (x.to(pool.device) for x in rows)
+        return q, k, v
 
     rows, view = random(sum(cached)), layer_view(ours.seg, 0)
     reference.store(other.seg, 0, other.batch([0] * requests, cached), *rows[1:])

@@ -13,13 +13,13 @@ from .seam import config_of, enabled
 
 def add_cli_args(result: Any, parser: ArgumentParser) -> None:
     """AFTER ServerArgs.add_cli_args."""
-    choices = parser._option_string_actions["--kv-cache-dtype"].choices
+    choices: Any = parser._option_string_actions["--kv-cache-dtype"].choices
     if KV_CACHE_DTYPE not in choices:
         choices.append(KV_CACHE_DTYPE)
     add_arguments(parser)
 
 
-def from_cli_args(original: Callable, cls: type, args: Namespace) -> Any:
+def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
     """AROUND ServerArgs.from_cli_args; mistakes end the process with their message alone."""
     given = {name: getattr(args, name, None) for name in option_names()}
     with _exit_on_mistake():
@@ -29,14 +29,15 @@ def from_cli_args(original: Callable, cls: type, args: Namespace) -> Any:
     return server_args
 
 
-def resolve(original: Callable, self: Any) -> None:
+def resolve(original: Callable[..., Any], self: Any) -> None:
     """AROUND ServerArgs.resolve_once, in the launching process, before any weight is loaded.
 
     What int2 decides is declared before SGLang's own steps, which then build on it; what they
     decided is checked after the last of them.
     """
     if getattr(self, "_resolution_finished", False) or not _asks_for_int2(self):
-        return original(self)
+        original(self)
+        return
     with _exit_on_mistake(getattr(self, "_oscar_cli", False)):
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

@@ -22,7 +22,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def named(function: str) -> Callable:
+def named(function: str) -> Callable[..., Any]:
     """Our function "module.name" in this room: its module is loaded by the first call."""
     module, name = function.split(".")
 
@@ -51,7 +51,7 @@ class Hook:
     takes: tuple[str, ...]
     why: str
     until: str
-    call: Callable = field(init=False, repr=False, compare=False)
+    call: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "call", named(self.function))
@@ -140,7 +140,7 @@ class Sources:
     def find(self, target: str) -> ast.AST | None:
         """The class, function or assignment that a dotted path names, None if it is gone."""
         module, rest = self.split(target)
-        node: ast.AST | None = module and self.module(module)
+        node: ast.AST | None = self.module(module) if module else None
         for name in rest:
             node = next((n for n in _statements(node) if name in _names(n)), None)
         return node
@@ -163,12 +163,14 @@ class Sources:
                 found |= self.members(self._origin(module, base.id)) or set()
         return found
 
-    def _origin(self, module: str, name: str) -> str:
+    def _origin(self, module: str | None, name: str) -> str:
         """Where a name used in a module is defined, following one ``from ... import``."""
-        for node in ast.walk(self.module(module)):
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                if (alias.asname or alias.name) == name:
-                    return f"{node.module}.{alias.name}"
+        tree = self.module(module) if module else None
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return f"{node.module}.{alias.name}"
         return f"{module}.{name}"
 
 
@@ -259,8 +261,8 @@ def changes(hooks: Iterable[Hook], old: Sources, new: Sources) -> list[str]:
     """Hook targets whose body differs: they fit by name, and want a reader."""
     found = []
     for hook in hooks:
-        nodes = old.find(hook.target), new.find(hook.target)
-        if None not in nodes and len({ast.dump(n) for n in nodes}) == 2:
+        one, other = old.find(hook.target), new.find(hook.target)
+        if one and other and ast.dump(one) != ast.dump(other):
             found.append(hook.name)
     return found
 

@@ -152,8 +152,8 @@ def overridden_folder(
     if len(folders) == 1 and not overrides and name in ("", folders[0].name):
         yield folders[0]
         return
-    with tempfile.TemporaryDirectory(prefix="oscar_sglang_model_") as made:
-        made = Path(made) / (name or folders[0].resolve().name)
+    with tempfile.TemporaryDirectory(prefix="oscar_sglang_model_") as folder_made:
+        made = Path(folder_made) / (name or folders[0].resolve().name)
         made.mkdir()
         for file in (f for folder in reversed(folders) for f in folder.iterdir()):
             (made / file.name).unlink(missing_ok=True)

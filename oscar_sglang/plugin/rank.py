@@ -11,18 +11,23 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ..artifact import file as art
 from ..config import OscarError, config_of_dtype, portable_kernels
 from ..events import log_event
 from ..pool.hybrid import attention_layer_ids
+from ..pool.sglang_types import Configurator
 from ..pool.sizing import ROW_SLACK, make_plan
 from ..pool.varlen import workspace_bytes
 from ..watch.tags import BYTES_PER_SLOT
 from .registration import hooks_in_place, verify
 from .seam import config_of, enabled
+
+if TYPE_CHECKING:
+    from ..kernels.decode import DecodeAttention
+    from ..pool.memory_pool import PoolSetup
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +43,8 @@ class Rank:
     attention  the kernels' ``DecodeAttention``, None on a CPU; its buffers come with the pool
     """
 
-    def __init__(self, kvc: Any, budget_bytes: int) -> None:
-        """``kvc``: SGLang's ``KVCacheConfigurator``; ``budget_bytes``: what it found for the whole
-        KV cache."""
+    def __init__(self, kvc: Configurator, budget_bytes: int) -> None:
+        """``budget_bytes``: what SGLang found for the whole KV cache."""
         from sglang.srt.runtime_context import get_parallel, get_schedule
 
         self.kvc, self.budget_bytes, self.config = kvc, budget_bytes, config_of(kvc.server_args)
@@ -60,14 +64,15 @@ class Rank:
             context_length=model.context_len,
             max_total_tokens=schedule.max_total_tokens,
             widths=self.artifact.widths,
+            hybrid=kvc.mambaish_config is not None,
         )
-        self.attention = None
+        self.attention: DecodeAttention | None = None
         if kvc.device != "cpu":
             self.attention = self._decode_attention(schedule.page_size)
             workspace = self.attention.num_bytes + workspace_bytes(self.config.prefill_attention)
             self.plan = replace(self.plan, workspace_bytes=workspace)
 
-    def _decode_attention(self, page_size: int) -> Any:
+    def _decode_attention(self, page_size: int) -> DecodeAttention:
         from ..kernels.decode import DecodeAttention
 
         history = self.plan.history
@@ -90,7 +95,7 @@ class Rank:
         remaining = self.budget_bytes - plan.fixed_bytes
         if remaining <= 0:
             raise OscarError(
-                f"exact windows of {plan.rows - 1} running requests, sink cache and scratch need "
+                f"exact windows of {plan.requests} running requests, sink cache and scratch need "
                 f"{plan.fixed_bytes / gib:.2f} GB, but only {self.budget_bytes / gib:.2f} GB are "
                 "free for the KV cache; lower --max-running-requests or --oscar-recent-tokens, or "
                 "raise --mem-fraction-static"
@@ -101,7 +106,7 @@ class Rank:
                 "--max-running-requests (%d) to hold more tokens",
                 plan.fixed_bytes / gib,
                 self.budget_bytes / gib,
-                plan.rows - 1,
+                plan.requests,
             )
         return remaining
 
@@ -112,11 +117,20 @@ class Rank:
 
     def limit_requests(self, most: int) -> int:
         """Running requests where SGLang would take ``most``: no more than were paid for."""
-        requests = min(most, self.plan.rows - 1)
-        self.plan = replace(self.plan, rows=requests + 1)
+        requests = min(most, self.plan.requests)
+        self.plan = replace(self.plan, rows=requests + 1 + self.plan.parked_rows)
         return requests
 
-    def pool_setup(self) -> Any:
+    def reprefill_tail(self) -> int:
+        """Last tokens of a prompt computed even if cached, unless their window is found. A hybrid
+        model's prefixes end where a state was kept, seldom that many tokens earlier: there "park"
+        only takes what it finds."""
+        window = self.config.prefix_window
+        hybrid = self.kvc.mambaish_config is not None
+        wanted = window == "recompute" or (window == "park" and not hybrid)
+        return self.config.recent_tokens if wanted else 0
+
+    def pool_setup(self) -> PoolSetup:
         """The pool's set-up; says in the log what it is."""
         from ..pool.memory_pool import PoolSetup
 
@@ -134,6 +148,7 @@ class Rank:
             sink=plan.windows.n_sink,
             recent=plan.windows.n_recent,
             request_rows=plan.rows,
+            parked_rows=plan.parked_rows,
             scratch_tokens=plan.scratch_tokens,
             sink_cache_rows=plan.sink_cache_rows,
             prefix_window=config.prefix_window,
@@ -149,13 +164,14 @@ class Rank:
             data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
             layer_ids=tuple(self.layer_ids),
             context=self.kvc.model_config.context_len + ROW_SLACK,
-            reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
+            prefix_window=config.prefix_window or "reuse",
+            reprefill_tail=self.reprefill_tail(),
             decode_attention=self.attention,
             prefill_attention=config.prefill_attention,
         )
 
 
-def kv_cache_dtype(original: Callable, **kwargs: Any) -> Any:
+def kv_cache_dtype(original: Callable[..., Any], **kwargs: Any) -> Any:
     """AROUND configure_kv_cache_dtype: (resolved name or None, dtype that readers see).
 
     Also the first moment at which the model is built and no memory is spent on its cache."""
@@ -169,7 +185,7 @@ def kv_cache_dtype(original: Callable, **kwargs: Any) -> Any:
     return None, kwargs["model_dtype"]
 
 
-def available_bytes(result: int, self: Any, *_args: Any, **_kwargs: Any) -> int | None:
+def available_bytes(result: int, self: Configurator, *_args: Any, **_kwargs: Any) -> int | None:
     """AFTER KVCacheConfigurator._profile_available_bytes: less what does not grow with tokens."""
     if not enabled(self):
         return None
@@ -177,20 +193,27 @@ def available_bytes(result: int, self: Any, *_args: Any, **_kwargs: Any) -> int 
     return rank.token_bytes()
 
 
-def cell_size(original: Callable, self: Any, kvc: Any, num_layers: int) -> int:
+def cell_size(original: Callable[..., Any], self: Any, kvc: Configurator, num_layers: int) -> int:
     """AROUND DefaultPoolConfigurator._compute_cell_size: bytes a token."""
     if not enabled(kvc):
-        return original(self, kvc, num_layers)
+        size: int = original(self, kvc, num_layers)
+        return size
     return _ranks[kvc.model_config].bytes_per_token()
 
 
-def max_num_reqs(original: Callable, self: Any, token_capacity: int) -> int:
+def max_num_reqs(original: Callable[..., Any], self: Configurator, token_capacity: int) -> int:
     """AROUND KVCacheConfigurator.resolve_max_num_reqs: no more rows than were paid for."""
-    most = original(self, token_capacity)
+    most: int = original(self, token_capacity)
     return _ranks[self.model_config].limit_requests(most) if enabled(self) else most
 
 
-def build_pool(original: Callable, self: Any, **kwargs: Any) -> Any:
+def request_rows(original: Callable[..., Any], self: Configurator, *, max_num_reqs: int) -> Any:
+    """AROUND KVCacheConfigurator._build_req_to_token_pool: with rows that only keep a ring."""
+    rank = _ranks.get(self.model_config) if enabled(self) else None
+    return original(self, max_num_reqs=max_num_reqs + (rank.plan.parked_rows if rank else 0))
+
+
+def build_pool(original: Callable[..., Any], self: Configurator, **kwargs: Any) -> Any:
     """AROUND KVCacheConfigurator._build_mha_kv_pool and _build_hybrid_linear_kv_pool."""
     if not enabled(self):
         return original(self, **kwargs)

@@ -129,7 +129,7 @@ def gather_and_fit(
 
 
 def _fit(moments: list, codec: str, clock: _Clock) -> list[LayerParams]:
-    params = []
+    params: list[LayerParams] = []
     for layer in moments:
         if not clock.left():
             raise CalibrationError(

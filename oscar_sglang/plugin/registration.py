@@ -21,6 +21,7 @@ from ..config import (
     disabled,
     fold_options,
 )
+from ..pool.sglang_types import ModelRunner
 from .ledger import Sources, problems, same_release
 from .seam import config_of, enabled
 
@@ -110,18 +111,11 @@ def engine_arguments(server_args_class: type) -> Callable[..., Any]:
     return staticmethod(make)
 
 
-def _create_backend(runner: Any) -> Any:
+def _create_backend(runner: ModelRunner) -> Any:
     if not enabled(runner):
         raise OscarError(
             f"--attention-backend {ATTENTION_BACKEND} is chosen by --kv-cache-dtype "
             f"{KV_CACHE_DTYPE}; give that instead"
-        )
-    from ..pool.memory_pool import oscar_pool
-
-    if oscar_pool(runner.token_to_kv_pool) is None:
-        raise OscarError(
-            f"SGLang built a {type(runner.token_to_kv_pool).__name__} for this model, which int2 "
-            "does not support; drop --kv-cache-dtype int2"
         )
     config = config_of(runner.server_args)
     if runner.device == "cpu":

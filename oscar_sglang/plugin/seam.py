@@ -11,7 +11,8 @@ def kv_cache_dtype(server_args: Any) -> str:
     """--kv-cache-dtype as resolved so far; what SGLang resolves lies beside the fields."""
     from sglang.srt.arg_groups.overrides import resolution_result
 
-    return resolution_result(server_args, "kv_cache_dtype")
+    found: str = resolution_result(server_args, "kv_cache_dtype")
+    return found
 
 
 def enabled(obj: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -13,15 +12,11 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from ..config import OscarError
 from ..kernels import reference
 from ..kernels.padding import padded
-from .memory_pool import oscar_pool
+from .memory_pool import served_pool
+from .parking import park
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from .memory_pool import OscarKVPool
-
-logger = logging.getLogger(__name__)
+    from .sglang_types import ForwardBatch, ModelRunner
 
 
 def _unsupported(layer: RadixAttention) -> str | None:
@@ -103,11 +98,11 @@ class OscarAttnBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
-        self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
-        pool = self.pool
+        self.pool = pool = served_pool(runner.token_to_kv_pool)
         refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
+        park(self.req_to_token_pool, self.pool.parking)
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
 
@@ -127,7 +122,7 @@ class OscarAttnBackend(AttentionBackend):
             seg, fb.req_pool_indices, prefix_lens, fb.seq_lens, fb.out_cache_loc
         )
         self.pool.watch.begins(fb, started)
-        self._count()
+        self._count(self.batch)
 
     def _start_requests(self, rows: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
         """Take over request rows that were handed out since they were last seen here: which [B]."""
@@ -141,7 +136,10 @@ class OscarAttnBackend(AttentionBackend):
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
-            self.pool.segments.windows.recent_start[row] = prefix
+            parking, source, low = self.pool.parking, 0, 0
+            if parking:
+                source, low = int(parking.source[row]), int(parking.low[row])
+            self.pool.segments.windows.begin(row, prefix, source, low)
             if prefix:
                 cached = min(prefix, n_sink)
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()
@@ -149,10 +147,10 @@ class OscarAttnBackend(AttentionBackend):
                 self.pool.device_counters += torch.tensor([hits, cached - hits, 1])
         return started
 
-    def _count(self) -> None:
-        prefix, scratch = self.batch.prefix_lens, self.pool.scratch.shape[1]
+    def _count(self, batch: reference.Batch) -> None:
+        prefix, scratch = batch.prefix_lens, self.pool.scratch.shape[1]
         longest = min(int(prefix.max()), scratch)
-        self.pool.counters.extend(len(self.batch.slots), int(prefix.sum()), longest)
+        self.pool.counters.extend(len(batch.slots), int(prefix.sum()), longest)
 
     def forward_extend(
         self,
@@ -171,10 +169,12 @@ class OscarAttnBackend(AttentionBackend):
         q = padded(q.view(-1, layer.tp_q_head_num, d))
         k = padded(k.view(-1, layer.tp_k_head_num, d))
         v = padded(v.view(-1, layer.tp_v_head_num, d))
+        if (batch := self.batch) is None:
+            raise RuntimeError("attention without its metadata")
         out = reference.attention(
             self.pool.segments,
             index,
-            self.batch,
+            batch,
             q,
             k,
             v,
@@ -186,7 +186,7 @@ class OscarAttnBackend(AttentionBackend):
         if self.pool.observer:
             self.pool.observer(index, q, k, v, out)
         self.pool.watch.attended(index)
-        reference.store(self.pool.segments, index, self.batch, k, v)
+        reference.store(self.pool.segments, index, batch, k, v)
         return out[..., :d].to(q.dtype).flatten(1)
 
     forward_decode = forward_extend

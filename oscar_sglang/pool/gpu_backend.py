@@ -9,13 +9,14 @@ rotated basis and merged by LSE; then the chunk is stored.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from ..kernels import cuda_store
 from ..kernels.accumulate import accumulate
+from ..kernels.begin import begin_rows
 from ..kernels.decode import DecodeAttention, DecodeStep
 from ..kernels.materialise import materialise
 from ..kernels.padding import padded
@@ -26,21 +27,37 @@ from ..kernels.rotate import join_prefix, rotate_queries
 from ..kernels.store import store
 from ..kernels.views import TokenBatch, layer_view
 from .cpu_backend import refuse_layer, refuse_layers
-from .memory_pool import oscar_pool
+from .memory_pool import served_pool
+from .parking import park
 from .prefix_tiles import ExtendPlan, Tile, plan_tiles, to_device
-from .watching import NoWatch
+from .watching import Watch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from .memory_pool import OscarKVPool
+    from .sglang_types import ForwardBatch, ModelRunner
 
 
 logger = logging.getLogger(__name__)
 
-_CAPTURED = NoWatch()  # a captured step is no request's
+_CAPTURED = Watch()  # a captured step is no request's
+
+
+class Decode(NamedTuple):
+    """What all layers of a decode share; made inside the graph."""
+
+    tokens: TokenBatch
+    step: DecodeStep
+
+
+class Extend(NamedTuple):
+    """What all layers of an extend share; ``tokens`` are made inside the graph, if there is one."""
+
+    plan: ExtendPlan
+    tokens: TokenBatch | None = None
+
+
+_Forward = TypeVar("_Forward", Decode, Extend)
 
 
 class OscarGpuBackend(AttentionBackend):
@@ -52,13 +69,13 @@ class OscarGpuBackend(AttentionBackend):
         super().__init__()
         from .varlen import varlen_attention
 
-        self.pool: OscarKVPool = oscar_pool(runner.token_to_kv_pool)
-        pool = self.pool
+        self.pool = pool = served_pool(runner.token_to_kv_pool)
         refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
+        park(self.req_to_token_pool, self.pool.parking)
         library = self.pool.setup.prefill_attention
         self.varlen = varlen_attention(library, self.device)
         seg = self.pool.segments
@@ -69,9 +86,7 @@ class OscarGpuBackend(AttentionBackend):
         generation = runner.req_to_token_pool.req_generation
         self.seen_generation = torch.zeros_like(generation, device=self.device)
         self.claim = torch.full((len(seg.sinks.tag),), -1, dtype=torch.int32, device=self.device)
-        self.tokens: TokenBatch | None = None
-        self.step: DecodeStep | None = None
-        self.extend: ExtendPlan | None = None
+        self.now: Decode | Extend | None = None
 
     def _log_kernels(self, prefill: str) -> None:
         logger.info("oscar: prefill attention by %s", prefill)
@@ -98,15 +113,15 @@ class OscarGpuBackend(AttentionBackend):
         watch = _CAPTURED if in_capture else self.pool.watch
         watch.before()
         if fb.forward_mode.is_decode():
-            self.extend = None
             if not in_capture:
                 padding = getattr(fb, "num_padding", 0)  # only a graph replay's view has it
                 self.pool.counters.demoted_tokens += fb.batch_size - padding
             watch.begins(fb, None)
             return
         started = self._start_requests(fb)
-        self.extend = self._plan_extend(fb)
-        watch.begins(fb, started, self.extend)
+        plan = self._plan_extend(fb)
+        self.now = Extend(plan)
+        watch.begins(fb, started, plan)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         fb = forward_batch
@@ -114,10 +129,11 @@ class OscarGpuBackend(AttentionBackend):
             return
         if fb.forward_mode.is_decode():
             ends = fb.seq_lens.to(torch.int64)
-            self.tokens = self._token_batch(fb, fb.req_pool_indices, ends - 1, ends)
-            self.step = self.decode_attention.step(len(fb.req_pool_indices))
+            tokens = self._token_batch(fb, fb.req_pool_indices, ends - 1, ends)
+            step = self.decode_attention.step(len(fb.req_pool_indices))
             recent_start = self.pool.segments.windows.recent_start
-            self.step.plan(fb.req_pool_indices, ends, recent_start)
+            step.plan(fb.req_pool_indices, ends, recent_start)
+            self.now = Decode(tokens, step)
             self.pool.segments.windows.written[fb.req_pool_indices] = ends
         else:
             lens = fb.extend_seq_lens.to(torch.int64)
@@ -129,7 +145,14 @@ class OscarGpuBackend(AttentionBackend):
             seq_lens = fb.seq_lens.to(torch.int64)
             rows, ends = per_token(fb.req_pool_indices), per_token(seq_lens)
             self.pool.segments.windows.written[fb.req_pool_indices] = seq_lens
-            self.tokens = self._token_batch(fb, rows, fb.positions, ends)
+            tokens = self._token_batch(fb, rows, fb.positions, ends)
+            self.now = Extend(self._of(Extend).plan, tokens)
+
+    def _of(self, kind: type[_Forward]) -> _Forward:
+        """The forward under way, which SGLang has announced to be of this ``kind``."""
+        if not isinstance(self.now, kind):
+            raise RuntimeError(f"{kind.__name__} without its metadata: {self.now}")
+        return self.now
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to reserve: decode metadata is computed inside the graph."""
@@ -152,9 +175,12 @@ class OscarGpuBackend(AttentionBackend):
         generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
         started = (generation != self.seen_generation[rows]) & (rows > 0)
         self.seen_generation[rows] = generation
-        recent_start = self.pool.segments.windows.recent_start
-        recent_start[rows] = torch.where(started, prefix_lens, recent_start[rows])
-        self.pool.segments.windows.go_on(rows, prefix_lens)
+        windows, parking = self.pool.segments.windows, self.pool.parking
+        taken = None
+        if parking:
+            taken = to_device(parking.source, self.device), to_device(parking.low, self.device)
+        begin_rows(windows, rows, prefix_lens, started, taken)
+        windows.go_on(rows, prefix_lens)
         if any(fb.extend_prefix_lens_cpu):
             restore_sinks(
                 self.pool.segments,
@@ -195,9 +221,10 @@ class OscarGpuBackend(AttentionBackend):
         """q [B, H*D], k and v [B, Hk*D], post-RoPE -> [B, H*D]."""
         q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.step.layer(
+        now = self._of(Decode)
+        now.step.layer(
             view,
-            self.tokens,
+            now.tokens,
             q,
             k,
             v,
@@ -213,17 +240,18 @@ class OscarGpuBackend(AttentionBackend):
     ):
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D]."""
         q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
-        plan = self.extend
-        out = self._output(q, layer, forward_batch)
+        now = self._of(Extend)
+        assert now.tokens is not None
+        plan, out = now.plan, self._output(q, layer, forward_batch)
         fresh = dict(cu_q=plan.cu_fresh, cu_k=plan.cu_fresh, max_q=plan.longest, max_k=plan.longest)
         shape = dict(scale=layer.scaling, logit_cap=layer.logit_cap)
         to = torch.empty_like(out) if plan.tiles else out
         lse = self.varlen(q, k, v, to, causal=True, **fresh, **shape)
         if plan.tiles:
-            self._add_prefix(view, q, to, lse, out, shape)
+            self._add_prefix(view, plan, q, to, lse, out, shape)
         if self.pool.observer:
             self.pool.observer(self.pool.index[layer.layer_id], q, k, v, out)
-        store(view, self.tokens, q, k, v, None, triton_only=not self.decode_attention.cuda)
+        store(view, now.tokens, q, k, v, None, triton_only=not self.decode_attention.cuda)
         given = getattr(forward_batch, "_attn_output", None)
         if given is None or out.shape[-1] == layer.v_head_dim:
             return out[..., : layer.v_head_dim].flatten(1)
@@ -237,20 +265,20 @@ class OscarGpuBackend(AttentionBackend):
             return torch.empty_like(q, memory_format=torch.contiguous_format)
         return given.view(q.shape)
 
-    def _add_prefix(self, view, q, fresh, fresh_lse, out, shape) -> None:
+    def _add_prefix(self, view, plan: ExtendPlan, q, fresh, fresh_lse, out, shape) -> None:
         """Merge attention over the cached prefix and that over the fresh tokens into ``out``."""
-        tiles, q_rot = self.extend.tiles, rotate_queries(q, view.q_matrix)
+        tiles, q_rot = plan.tiles, rotate_queries(q, view.q_matrix)
         if len(tiles) == 1:  # it covers every query
-            part, lse = self._attend_tile(view, tiles[0], q_rot, shape)
+            part, lse = self._attend_tile(view, plan, tiles[0], q_rot, shape)
         else:
             part = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
             for tile in tiles:
                 mine = part[tile.queries], lse[tile.queries]
-                accumulate(*mine, *self._attend_tile(view, tile, q_rot[tile.queries], shape))
+                accumulate(*mine, *self._attend_tile(view, plan, tile, q_rot[tile.queries], shape))
         join_prefix(part, lse, fresh, fresh_lse, view.params.r_v, out)
 
-    def _attend_tile(self, view, tile: Tile, q_rot: torch.Tensor, shape):
+    def _attend_tile(self, view, plan: ExtendPlan, tile: Tile, q_rot: torch.Tensor, shape):
         """Attention of the tile's queries over its prefixes, both rotated -> out, lse."""
         keys, values = self.pool.scratch[:, : tile.tokens]
         materialise(
@@ -259,7 +287,7 @@ class OscarGpuBackend(AttentionBackend):
             tile.rows,
             tile.starts,
             tile.cu_k,
-            self.extend.hist_end[tile.requests],
+            plan.hist_end[tile.requests],
             tile.max_k,
             keys,
             values,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .sglang_types import Configurator
+
 
 def is_hybrid(config: Any) -> bool:
     """Whether some layers keep a state instead of K and V. ``config``: SGLang's ModelConfig."""
@@ -26,7 +28,7 @@ def has_known_states(config: Any) -> bool:
     return inside or isinstance(config.hf_config, plain)
 
 
-def attention_layer_ids(kvc: Any) -> list[int]:
+def attention_layer_ids(kvc: Configurator) -> list[int]:
     """The model's layers with K and V, from SGLang's ``KVCacheConfigurator``.
 
     There is one pipeline stage: more are refused.

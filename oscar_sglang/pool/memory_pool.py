@@ -19,8 +19,9 @@ from ..kernels.reference import Segments
 from ..kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
 from .hybrid import attention_pool
 from .memory_log import block
+from .parking import Parking
 from .varlen import workspace_bytes
-from .watching import NoWatch, Watch
+from .watching import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class PoolSetup:
     layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
     context: int  # tokens that a request's row of ``req_to_token`` holds
     data_free: bool = False  # the artifact's parameters are of no data
+    prefix_window: str = "reuse"  # of config.PREFIX_WINDOWS
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
     prefill_attention: str | None = None  # its library, on a GPU
@@ -94,6 +96,17 @@ def oscar_pool(kv_cache: Any) -> OscarKVPool | None:
     return pool if isinstance(pool, OscarKVPool) else None
 
 
+def served_pool(kv_cache: Any) -> OscarKVPool:
+    """``oscar_pool`` where SGLang must have built one."""
+    pool = oscar_pool(kv_cache)
+    if pool is None:
+        raise OscarError(
+            f"SGLang built a {type(kv_cache).__name__} for this model, which int2 does not "
+            "support; drop --kv-cache-dtype int2"
+        )
+    return pool
+
+
 class OscarKVPool(MHATokenToKVPool):
     """2-bit history for every slot, exact windows for running requests.
 
@@ -105,13 +118,17 @@ class OscarKVPool(MHATokenToKVPool):
         self.setup = setup
         self.index = {layer_id: i for i, layer_id in enumerate(setup.layer_ids)}
         self.counters = Counters()
-        self.watch: Watch = NoWatch()
+        self.watch = Watch()
         # Called with a layer's index, q, k, v and output of an extend, while recalibrating.
         self.observer: Callable[..., None] | None = None
         self.calibration = Calibration(
             setup.artifact_id, "data-free" if setup.data_free else "artifact"
         )
+        self.parking: Parking | None = None
         super().__init__(*args, **kwargs)
+        if setup.prefix_window == "park":
+            plan = setup.plan
+            self.parking = Parking(plan.rows, plan.windows.n_recent, self.page_size)
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
@@ -130,7 +147,7 @@ class OscarKVPool(MHATokenToKVPool):
         self.k_buffer = self.v_buffer = ()
         self.k_scale_buffer = self.v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
-        self._kv_buffer_descs = []
+        self._kv_buffer_descs: list = []
         device, layers, dtype = self.device, self.layer_num, self.dtype
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             history = HistoryStore(layouts, layers, self.size + self.page_size, device)
@@ -165,6 +182,8 @@ class OscarKVPool(MHATokenToKVPool):
 
     def forget_rows(self) -> None:
         """What any row holds is gone: no window begins anywhere, no sink is kept."""
+        if self.parking:
+            self.parking.clear()
         self.segments.windows.recent_start.zero_()
         self.segments.windows.written.zero_()
         self.segments.sinks.tag.fill_(-1)
@@ -176,10 +195,10 @@ class OscarKVPool(MHATokenToKVPool):
         windows written before mean nothing afterwards."""
         for old, new in zip(self.segments.params, params, strict=True):
             for a, b in zip(old, new, strict=True):
-                if a is not None:
+                if a is not None and b is not None:
                     a.copy_(b)
         if (grids := self.segments.grids) is not None:
-            grids.copy_(torch.stack([p.grid for p in self.segments.params]))
+            grids.copy_(torch.stack([p.grid for p in self.segments.params if p.grid is not None]))
         if self.segments.sinks.tag.is_cuda:
             torch.cuda.synchronize()
 
@@ -262,6 +281,8 @@ class OscarKVPool(MHATokenToKVPool):
             "sink_hits": hits,
             "sink_misses": misses,
             "requests_on_prefix": on_prefix,
+            "windows_found": self.parking.found if self.parking else 0,
+            "windows_missed": self.parking.missed if self.parking else 0,
         }
         return {
             "codec": self.setup.spec.name,
@@ -274,7 +295,7 @@ class OscarKVPool(MHATokenToKVPool):
             "break_even_tokens": plan.break_even(),
             "sink_tokens": plan.windows.n_sink,
             "recent_tokens": plan.windows.n_recent,
-            "prefix_window": "recompute" if self.setup.reprefill_tail else "reuse",
+            "prefix_window": self.setup.prefix_window,
             "bytes": parts,
             "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),

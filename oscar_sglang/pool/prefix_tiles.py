@@ -43,7 +43,9 @@ def split(prefix: list[int], capacity: int) -> list[list[tuple[int, int, int]]]:
     everything covers the whole batch."""
     if 0 < sum(prefix) <= capacity:
         return [[(request, 0, n) for request, n in enumerate(prefix)]]
-    tiles, current, room = [], [], capacity
+    tiles: list[list[tuple[int, int, int]]] = []
+    current: list[tuple[int, int, int]] = []
+    room = capacity
     for request, total in enumerate(prefix):
         done = 0
         while done < total:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
     from .prefix_tiles import ExtendPlan
+    from .sglang_types import ForwardBatch
 
 
-class Watch(Protocol):
-    """A pool has one; its backend calls it outside CUDA graphs, and not while they are captured."""
+class Watch:
+    """A pool has one; its backend calls it outside CUDA graphs, and not while they are captured.
+    This one does nothing."""
 
     def ready(self) -> None:
         """The server is ready: what comes now are requests."""
 
     def stats(self) -> dict[str, Any]:
         """Its part of ``oscar`` in /server_info."""
+        return {}
 
     def before(self) -> None:
         """A step begins: what the last one wrote is in place, nothing of this one is."""
@@ -32,16 +33,3 @@ class Watch(Protocol):
 
     def attended(self, layer: int) -> None:
         """The reference path has attended in the pool's ``layer`` and stores next."""
-
-
-class NoWatch:
-    def ready(self) -> None: ...
-
-    def stats(self) -> dict[str, Any]:
-        return {}
-
-    def before(self) -> None: ...
-
-    def begins(self, fb: ForwardBatch, started: Any, plan: Any = None) -> None: ...
-
-    def attended(self, layer: int) -> None: ...

@@ -47,8 +47,9 @@ class Probe:
         before = self.probed
         if plan is None:
             self._decode(rows, prefix)
-        for tile in plan.tiles if plan else ():
-            self._extend(tile, rows, prefix, plan.hist_end)
+        else:
+            for tile in plan.tiles:
+                self._extend(tile, rows, prefix, plan.hist_end)
         return self.probed - before
 
     def _chosen(self, rows: torch.Tensor, lengths: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -99,9 +99,9 @@ class ReadTags(Tags):
     def _restored_sums(self, sums, slots, given, hit) -> torch.Tensor:
         n, dtype = min(self.n_sink, self.table.shape[1]), self.seg.windows.sink_k[0].dtype
         parts = zip(*(x.split(n) for x in (sums.clone(), slots, given, hit)), strict=True)
-        return torch.cat([self._decoded(*part, dtype) for part in parts])
+        return torch.cat([self._decoded(dtype, *part) for part in parts])
 
-    def _decoded(self, sums, slots, given, hit, dtype) -> torch.Tensor:
+    def _decoded(self, dtype: torch.dtype, sums, slots, given, hit) -> torch.Tensor:
         """A request's, all of them decoded at once as by the code under test: single rows may round
         otherwise."""
         if held := int(given.sum()):

@@ -15,7 +15,8 @@ between two forwards, where SGLang prepares metadata (on a CPU ``read_tags`` see
     seal    the last forward's tokens get their records: chain, position, checksum of the bytes that
             now lie at their slot, ring, sink and sink-cache rows
     start   a request that takes a row on a cached prefix: its slots must hold one unbroken sequence
-            from position 0, and its sink rows what the sink cache holds
+            from position 0, its sink rows what the sink cache holds, and ring rows that it takes
+            over from another row be those of its prefix
     check   in every ``every``-th step: at every address of every request's context, identity and
             bytes must be those of its own tokens, and the kernels, run on the cache as it is, must
             read the same rows as the reference (``probe``)
@@ -29,7 +30,6 @@ computed here and not asked from the code under test. Nothing but a check waits 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,16 +37,17 @@ import torch
 
 from ..kernels.codec import Rows
 from ..kernels.reference import Segments, first_exact
+from ..pool.watching import Watch
 from .places import Flat, OwnershipError, Places, checksum
 
 if TYPE_CHECKING:
+    from ..pool.parking import Parking
     from ..pool.prefix_tiles import ExtendPlan
-
-logger = logging.getLogger(__name__)
+    from ..pool.sglang_types import ForwardBatch
 
 DEFAULT_EVERY = 16
 BYTES_PER_SLOT = 32  # of ``slots`` and ``token``
-# Forwards of warm-up before ``arm``: a few for each captured size. Real ones soon are more.
+# Forwards of warm-up before ``ready``: a few for each captured size. Real ones soon are more.
 UNARMED_STEPS = 2000
 _SUM_BYTES = 1 << 23  # rows checksummed at a time; each byte is widened to 8
 
@@ -66,7 +67,7 @@ class Fresh(NamedTuple):
     begun: torch.Tensor
 
 
-class Tags:
+class Tags(Watch):
     """A pool's ``Watch``, on any device; silent until ``ready``: what graph capture and warm-up run
     is no request."""
 
@@ -94,6 +95,8 @@ class Tags:
         self.token = zeros(slots)
         self.row_chain, self.row_length, self.row_start = zeros(rows), zeros(rows), zeros(rows)
         self.fresh: Fresh | None = None
+        # Whose rings rows take over: the pool's Parking, None where rings end with their requests.
+        self.parking: Parking | None = None
         # On a GPU: runs the kernels on what they are about to read, gives the requests compared.
         self.probe: Callable[..., int] = lambda *_: 0
         self.armed = self.watching = False
@@ -114,7 +117,9 @@ class Tags:
         if self.watching:
             self.seal()
 
-    def begins(self, fb: Any, started: torch.Tensor | None, plan: ExtendPlan | None = None) -> None:
+    def begins(
+        self, fb: ForwardBatch, started: torch.Tensor | None, plan: ExtendPlan | None = None
+    ) -> None:
         if not self.watching:
             return
         if started is None:
@@ -131,9 +136,6 @@ class Tags:
             self.check(rows, prefix)
             self.probed_requests += self.probe(rows, prefix, plan)
         self.begin(rows, prefix, ends, fb.input_ids[:total], fb.out_cache_loc[:total])
-
-    def attended(self, layer: int) -> None:
-        """Kernels are not watched while they read."""
 
     def _live(self) -> bool:
         """Whether the step that begins is a request's. Raises OwnershipError where ``ready`` was
@@ -198,7 +200,8 @@ class Tags:
         cut = ~started & (prefix < length)
         lost = torch.minimum(torch.maximum(begun, length - self.n_recent), prefix)
         begun = torch.where(cut, torch.maximum(begun, lost), begun)
-        self.row_start[rows] = torch.where(started, prefix, begun)
+        source, first = self._taken_over(rows, prefix)
+        self.row_start[rows] = torch.where(started, first, begun)
         self.row_length[rows] = torch.where(started | cut, prefix, length)
         last = torch.zeros_like(prefix)
         if total := sum(prefix_cpu):
@@ -210,7 +213,33 @@ class Tags:
             end = prefix.cumsum(0) - 1
             last = torch.where(prefix > 0, chains[end.clamp_min(0)], 0)
             self._restored(rows, prefix, started)
+            self._copied(rows, prefix, started & (source > 0), source, first)
         self.row_chain[rows] = torch.where(started | cut, last, self.row_chain[rows])
+
+    def _taken_over(self, rows, prefix) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whose ring each of ``rows`` [B] takes over if it starts (0: nobody's), and the position
+        it is exact from."""
+        if self.parking is None:
+            return torch.zeros_like(prefix), prefix
+        both = self.parking.source, self.parking.low
+        source, low = (x.to(self.device)[rows] for x in both)
+        first = torch.maximum(low, prefix - self.n_recent)
+        return source, torch.where(source > 0, first, prefix)
+
+    def _copied(self, rows, prefix, taken, source, first) -> None:
+        """Record the ring rows that requests took over, which must be those of their own prefix."""
+        place = torch.arange(self.n_recent, device=self.device)
+        position = prefix[:, None] - 1 - (prefix[:, None] - 1 - place) % self.n_recent
+        mine = taken[:, None] & (position >= first[:, None])
+        slots = torch.where(mine, self.table[rows[:, None], position.clamp_min(0)].long(), 0)
+        old, new = (
+            torch.where(mine, row[:, None] * self.n_recent + place, 0).flatten()
+            for row in (source, rows)
+        )
+        row, chains = rows[:, None].expand_as(mine).flatten(), self.slots.chain[slots].flatten()
+        position, sums = position.flatten(), self._sums(self.ring, new)
+        self._compare(self.ring, (row, position), old, chains, mine.flatten(), sums)
+        self.ring.put(new, chains, position, sums)
 
     def _restored(self, rows, prefix, started) -> None:
         """Record the sink rows that requests got from their prefix; from the sink cache where it

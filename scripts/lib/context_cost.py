@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
+TITLES = {"context": "one stream, longer context", "batch": "more streams of 32k"}
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,24 @@ def lines(rows: list[dict], model: str, vary: str) -> dict[str, Line]:
     if len(shared) < 2:
         return {}
     return {cache: Line(tuple((x, ms[x]) for x in shared)) for cache, ms in found.items()}
+
+
+def markdown(rows: list[dict], model: str) -> Iterator[str]:
+    """Table lines: slopes, and from how many tokens a cache is faster than BF16."""
+    yield f"| {model} | cache | µs per 1k tokens | of BF16's | faster than BF16 from |"
+    yield "|---|---|---|---|---|"
+    for vary, title in TITLES.items():
+        found = lines(rows, model, vary)
+        for cache, line in found.items():
+            share = f"{line.us_per_1k / found['bf16'].us_per_1k:.2f}"
+            cells = (title, cache, f"{line.us_per_1k:.1f}", share, _since(line, found["bf16"]))
+            yield f"| {' | '.join(cells)} |"
+
+
+def _since(line: Line, exact: Line) -> str:
+    if line is exact:
+        return ""
+    if (crossing := line.break_even(exact)) is None:
+        return "never"
+    tokens, within = crossing
+    return f"{tokens / 1024:.1f}k" if within else f"the shortest measured, {tokens / 1024:g}k"

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.lib.traffic import absent_datasets
+
 MODULES = "sglang.test.kits"
 
 
@@ -132,7 +134,8 @@ def kit_classes(folder: Path) -> set[str]:
 
 def test_case(kit: Kit, server, model: str, small: bool) -> type[unittest.TestCase]:
     """The kit as a class for a running server; ImportError where it needs a package."""
-    module = importlib.import_module(f"{MODULES}.{kit.module}")
+    with absent_datasets():
+        module = importlib.import_module(f"{MODULES}.{kit.module}")
     base = f"http://127.0.0.1:{server.port}"
     attributes: dict[str, Any] = {"base_url": base, "process": server.process, "model": model}
     attributes["api_key"] = "EMPTY"

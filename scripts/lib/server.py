@@ -107,10 +107,8 @@ class Server(Client):
         }
 
     def __enter__(self) -> Server:
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                self.command, stdout=out, stderr=out, env=self.env, start_new_session=True
-            )
+        self.log.write_text("")
+        self.process = self.start()
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -120,6 +118,13 @@ class Server(Client):
             time.sleep(0.3)
         self.__exit__()
         raise TimeoutError(f"server did not start in {self.timeout} s:\n{self.tail()}")
+
+    def start(self) -> subprocess.Popen:
+        """The process, in a session of its own; what it says is appended to the log."""
+        with self.log.open("a") as out:
+            return subprocess.Popen(
+                self.command, stdout=out, stderr=out, env=self.env, start_new_session=True
+            )
 
     def __exit__(self, *_exc) -> None:
         try:

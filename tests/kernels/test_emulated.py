@@ -208,9 +208,9 @@ def test_an_argument_block_that_is_not_its_mirror_does_not_compile(compiler, tmp
     folder = tmp_path / "sources"
     shutil.copytree(SOURCES, folder)
     if change:
-        text = (folder / "warp.cu").read_text()
+        text = (folder / "work.cu").read_text()
         assert change(text) != text
-        (folder / "warp.cu").write_text(change(text))
+        (folder / "work.cu").write_text(change(text))
     compiles_as_mirrored(compiler, folder, cuda_attend.ATTEND, fails=bool(change))
 
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

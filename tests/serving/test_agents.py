@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from scripts import agent_sim
 from scripts.lib.agents import Turn, Workload, ask, compare, kl_bound, plan, probe, report, simulate
-from scripts.lib.server import Server
 from scripts.lib.tiny_models import VOCAB, qwen3
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -9,8 +9,8 @@ import pytest
 from oscar_sglang.calibration import Plan, calibrate_codecs
 from oscar_sglang.kernels.codec import CODECS
 from scripts.lib import tiny_models
-from scripts.lib.server import Server
 from tests.support.runner import result_of
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from oscar_sglang.config import OscarError
 from oscar_sglang.plugin.refusals import refuse_model
 from scripts.lib import tiny_models
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -11,7 +11,7 @@ import torch
 
 from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

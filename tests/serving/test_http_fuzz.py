@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from oscar_sglang.artifact import file as art
-from scripts.lib.server import Server
 from scripts.lib.tiny_models import VOCAB, llama, lora_adapter, random_ids
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 # SGLang's LoRA code asks for pinned memory, which does not exist without a GPU: the server's

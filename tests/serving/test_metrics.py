@@ -12,7 +12,7 @@ import torch
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.reference import history_end
 from oscar_sglang.plugin.metrics import COUNTERS, GAUGES, window_tokens
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT, CAPACITY = 8, 32, 2000

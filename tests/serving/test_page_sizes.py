@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oscar_sglang.artifact import file as art
-from scripts.lib.server import Server
 from scripts.lib.tiny_models import VOCAB, qwen3, random_ids
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 TOKENS = 2000  # no multiple of 64 or 128

@@ -6,8 +6,7 @@ Each runner lives in a process of its own, because SGLang keeps one configuratio
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from oscar_sglang.artifact import file as art
 from oscar_sglang.kernels.layout import WindowLayout
 from scripts.lib.pool_quality import ROWS, compare, exact_logprobs
+from tests.support import forks
 from tests.support.runner import result_of
 from tests.support.vectors import DATA
 
@@ -46,9 +46,10 @@ def emulated(reference_model, artifacts, documents):
 @pytest.mark.parametrize("codec", CODECS)
 def test_kl_of_the_pool(smollm2, artifacts, emulated, codec, tmp_path):
     out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "scripts.eval_pool", "--model", smollm2]
-    command += ["--artifact", artifacts[codec], "--tokens", DATA / "smollm2_tokens.npz"]
-    subprocess.run([*command, "--documents", DOCUMENT, "--json", out], cwd=ROOT, check=True)
+    argv = ["--model", smollm2, "--artifact", artifacts[codec], "--json", out]
+    argv += ["--tokens", DATA / "smollm2_tokens.npz", "--documents", DOCUMENT]
+    log = tmp_path / "log"
+    assert forks.start("scripts.eval_pool", argv, os.environ, log).wait() == 0, log.read_text()
     (result,) = json.loads(out.read_text())
     assert result["codec"] == codec and result["bits"] == 2.5
     assert result["kl"] == pytest.approx(emulated[codec], rel=0.02)

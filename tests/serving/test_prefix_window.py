@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from oscar_sglang.health.kl_gate import Sizes, measure
-from scripts.lib.server import Server
 from scripts.lib.tiny_models import qwen3, random_ids
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT = 8, 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from scripts.lib.server import Server
+from tests.support.server import Server
 from tests.support.vectors import DATA
 
 pytestmark = pytest.mark.sglang

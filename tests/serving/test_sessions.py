@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scripts.lib import tiny_models
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from scripts.lib import tiny_models
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from oscar_sglang.calibration import Plan, calibrate
-from scripts.lib.server import Server
 from scripts.lib.tiny_models import family
 from scripts.lib.tiny_vision import data_url, picture, with_processor
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 STEPS = 4

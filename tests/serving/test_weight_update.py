@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.lib import tiny_models
-from scripts.lib.server import Server
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 
