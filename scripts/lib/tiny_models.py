@@ -189,7 +189,8 @@ def family(name: str, folder: Path, *, sharp: bool = False, seed: int = 0, **cha
     spec = FAMILIES[name]
     if "text_config" in spec:
         text = {**COMMON, **spec["text_config"], **changes}
-        config = AutoConfig.for_model(**{**spec, "text_config": text})
+        vision = spec["vision_config"] | {"out_hidden_size": text["hidden_size"]}
+        config = AutoConfig.for_model(**{**spec, "text_config": text, "vision_config": vision})
     else:
         config = AutoConfig.for_model(**{**COMMON, **spec, **changes})
     plain = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
