@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from ..config import OscarError
 from ..kernels import reference
+from ..kernels.padding import padded
 from .memory_pool import served_pool
 from .parking import park
 
@@ -164,9 +165,10 @@ class OscarAttnBackend(AttentionBackend):
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
         refuse_layer(layer, k, save_kv_cache, kwargs)
         index = self.pool.index[layer.layer_id]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        d = layer.qk_head_dim
+        q = padded(q.view(-1, layer.tp_q_head_num, d))
+        k = padded(k.view(-1, layer.tp_k_head_num, d))
+        v = padded(v.view(-1, layer.tp_v_head_num, d))
         if (batch := self.batch) is None:
             raise RuntimeError("attention without its metadata")
         out = reference.attention(
@@ -185,6 +187,6 @@ class OscarAttnBackend(AttentionBackend):
             self.pool.observer(index, q, k, v, out)
         self.pool.watch.attended(index)
         reference.store(self.pool.segments, index, batch, k, v)
-        return out.to(q.dtype).flatten(1)
+        return out[..., :d].to(q.dtype).flatten(1)
 
     forward_decode = forward_extend

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from ..artifact.fingerprint import Fingerprint
 from ..config import OscarError
 from ..kernels.codec import CodecSpec, LayerParams
-from ..kernels.layout import MemoryPlan, WindowLayout
+from ..kernels.layout import MemoryPlan, WindowLayout, stored_head_dim
 from ..kernels.reference import Segments
 from ..kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
 from .hybrid import attention_pool
@@ -140,7 +140,8 @@ class OscarKVPool(MHATokenToKVPool):
                 f"artifact differ: {', '.join(map(str, counts))}; drop --kv-cache-dtype int2 (and "
                 "please report it)"
             )
-        layouts = [spec.layout(self.head_num, self.head_dim) for spec in setup.specs]
+        channels = stored_head_dim(self.head_dim)
+        layouts = [spec.layout(self.head_num, channels) for spec in setup.specs]
         assert layouts == plan.layouts
         layout = plan.history  # windows are the same in every layer
         self.k_buffer = self.v_buffer = ()
@@ -152,7 +153,7 @@ class OscarKVPool(MHATokenToKVPool):
             history = HistoryStore(layouts, layers, self.size + self.page_size, device)
             windows = WindowStore(plan.windows, layout, layers, plan.rows, dtype, device)
             sinks = SinkCache(layout, layers, plan.sink_cache_rows, dtype, device)
-            shape = (2, plan.scratch_tokens, self.head_num, self.head_dim)
+            shape = (2, plan.scratch_tokens, self.head_num, channels)
             on_cpu = torch.device(device).type == "cpu"
             scratch_dtype = torch.float32 if on_cpu else dtype
             self.scratch = torch.zeros(shape, dtype=scratch_dtype, device=device)

@@ -175,7 +175,7 @@ def test_commands_take_a_hub_name(hub, revisions, tmp_path, monkeypatch, capsys)
 def test_doctor_takes_a_hub_name_and_fetches_nothing_that_is_refused(hub, revisions, tmp_path):
     folder = tmp_path / "odd"
     shutil.copytree(revisions["main"], folder)
-    edit_config(folder, head_dim=96)
+    edit_config(folder, is_causal=False)
     hub.revisions["odd"] = folder
     (fits,) = [c for c in doctor.examine(NamedModel(NAME)) if c.name == "artifact"]
     assert fits.status == doctor.NOTE and "first start calibrates" in fits.detail
