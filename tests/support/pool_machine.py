@@ -178,7 +178,7 @@ class Machine:
                 for x, r in zip(self.bank[1:], (params.r_k, params.r_v), strict=True)
             )
             k = codec_omni.decode_k(codec_omni.encode_k(k, sinks))
-            v = codec_omni.decode_v(codec_omni.encode_v(v))
+            v = self.seg.spec.decode_v(params, codec_omni.encode_v(v))
             back = [codec.rotate(k, params.r_k.mT), codec.rotate(v, params.r_v.mT)]
             self.coded_blocks[key] = back
         return self.coded_blocks[key]
