@@ -8,4 +8,4 @@ cd "$(dirname "$0")/.."
 source scripts/setup_env.sh
 ruff check .
 ruff format --check .
-exec python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile "$@"
+exec python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@"
