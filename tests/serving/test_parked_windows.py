@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.lib.server import Server
 from scripts.lib.tiny_models import qwen3, random_ids
+from tests.support.server import Server
 
 pytestmark = pytest.mark.sglang
 SINK, RECENT, CHUNK = 8, 32, 178
