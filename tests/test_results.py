@@ -278,7 +278,11 @@ def test_the_readme_quotes_the_kl_gate():
     """As written, mean and standard error; a stock cache gives its own rows back."""
     rows = load("kl-gate-cpu.json")["rows"]
     names = {"qwen3-nano": "qwen3-nano", "SmolLM2-135M": "smollm2-135m"}
-    caches = {"SGLang's own cache": "stock", "`feedback`": "int2", "`position`": "position"}
+    caches = {
+        "SGLang's own cache": "stock",
+        "codec `feedback`": "int2",
+        "codec `position`": "position",
+    }
     quoted = re.findall(r"\| ([^|]+), (qwen3-nano|SmolLM2-135M) \| (0\..*) \|", MEASURED)
     assert len(quoted) * 3 == len(rows)
     for cache, model, cells in quoted:
