@@ -295,6 +295,23 @@ def test_the_readme_quotes_the_kl_gate():
             assert row["cache"] != "stock" or row["kl"] < 1e-9
 
 
+def test_sglangs_kits_end_the_same_on_both():
+    data = load("kits-cpu.json")
+    tests = [(r["kit"], t, r["tests"]) for r in data["rows"] for t in r["tests"]["stock"]]
+    assert data["differences"] == [] and all("skipped" not in str(t) for *_, t in tests)
+    passed = failed = 0
+    for kit, test, found in tests:
+        stock, int2 = found["stock"][test], found["int2"][test]
+        assert (stock["result"], stock["why"]) == (int2["result"], int2["why"]), (kit, test)
+        passed += stock["result"] == "passed"
+        failed += stock["result"] == "failed"
+    quoted = re.search(
+        r"(\d+) tests of (\d+) kits.*?(\d+) passed\s+and (\d+) failed", MEASURED, re.S
+    )
+    written = [int(n) for n in quoted.groups()]
+    assert written == [len(tests), len(data["rows"]), passed, failed]
+
+
 def test_both_parts_of_omni_are_needed():
     """OScaR's ablation on SmolLM2: rotation and token norm together are better than either, with
     the values coded and without; and the served pool gives the evaluator's figure."""
