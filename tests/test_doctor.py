@@ -67,10 +67,10 @@ def test_kernels_that_disagree_or_do_not_compile(monkeypatch, capsys):
 def test_what_does_not_fit_is_named(model, tmp_path, monkeypatch, capsys):
     file = tmp_path / "a.safetensors"
     art.data_free(art.Fingerprint.of(model), "feedback").save(file)
-    edit_config(model, num_key_value_heads=4, head_dim=96)
+    edit_config(model, num_key_value_heads=4, head_dim=72)
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
     found = failures(NamedModel(str(model)), file)
-    assert "head_dim 96" in found["model LlamaForCausalLM"]
+    assert "head_dim 72" in found["model LlamaForCausalLM"]
     assert "POST_CAPTURE" in found["environment"] and found["artifact"]
     assert main(["doctor", "--artifact", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().out

@@ -228,6 +228,14 @@ def test_command(where, command):
 
 
 @cache
+def pytest_flags() -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--help"], capture_output=True, text=True, check=True
+    )
+    return set(re.findall(r"--[a-z][a-z-]*", done.stdout))
+
+
+@cache
 def known_flags() -> set[str]:
     """Options of a server and of every command of ours."""
     found = set(server_parser()._option_string_actions)
@@ -251,6 +259,8 @@ def test_flags_in_prose(where, code):
         if path.suffix == ".sh":
             return check(code if code.startswith("./") else "./" + code)
         known = options_of_script(False, f"scripts.{path.stem}")
+    elif code.startswith(("pytest ", "./scripts/test.sh ")):
+        known = pytest_flags()
     else:
         known = known_flags()
     assert flags and flags <= known, f"{code}: unknown {sorted(flags - known)}"
