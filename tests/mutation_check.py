@@ -92,7 +92,7 @@ POOL_FAULTS = {
         "exact_from = max(n_sink, hist_end)",
         "exact_from = max(n_sink, hist_end - 1)",
     ),
-    "history ends inside a block": Fault("reference.py", "low = low + (-low) % block", "low += 0"),
+    "history ends inside a block": Fault("reference.py", "(low + (-low) % block)", "low"),
     "a block sealed before its last token": Fault(
         "reference.py", "seq_len - block + 1, block)", "seq_len - block + 2, block)"
     ),
@@ -171,7 +171,7 @@ KERNEL_FAULTS = {
         "attend.py", "tl.max(tl.where(ok, slot // PAGE, 0), 0)", "tl.min(slot // PAGE, 0)"
     ),
     "attend: 32 tokens of one page": Fault(
-        "attend.py", "16 if FORM == CHANNEL else TILE_TOKENS", "TILE_TOKENS"
+        "attend.py", "BLOCK if FORM == CHANNEL else TILE_TOKENS", "TILE_TOKENS"
     ),
     "attend: reference moved, sum not": Fault("attend.py", "acc * fade[:, None], p", "acc, p"),
     "attend: queries see later tokens": Fault(
@@ -208,14 +208,14 @@ KERNEL_FAULTS = {
         "materialise.py", "tl.load(starts + request).to(tl.int64) + i", "i"
     ),
     "materialise: means of other positions": Fault(
-        "materialise.py", "((pos // 16 * Hk + head)", "((pos // 32 * Hk + head)"
+        "materialise.py", "((pos // TURN * Hk + head)", "((pos // 32 * Hk + head)"
     ),
     "store: keys' means of other positions": Fault(
-        "store.py", "units, pos // 16, ok", "units, pos // 32, ok"
+        "store.py", "units, pos // TURN, ok", "units, pos // 32, ok"
     ),
     "store: no gain": Fault("store.py", "sound = (found > 0)", "sound = (found < 0)"),
     "attend: means of other positions": Fault(
-        "attend.py", "turn = (pos // 16)", "turn = (pos // 32)"
+        "attend.py", "turn = (pos // TURN)", "turn = (pos // 32)"
     ),
 }
 
