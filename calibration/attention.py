@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..artifact.fingerprint import attention_layers
+from ..kernels.padding import padded
 from .errors import CalibrationError
 
+# Heads as they are stored, padded where the model's have no layout of their own:
 # (layer, q [B, H, T, D], k [B, Hk, S, D], v [B, Hk, S, D], scale) -> o [B, H, T, D];
 # layers are counted without those that do not attend.
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -77,5 +79,7 @@ def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs)
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     function, index = _active[-1]
-    out = function(index[module.layer_idx], query, key, value, scale)
+    d = query.shape[-1]
+    rows = (padded(x) for x in (query, key, value))
+    out = function(index[module.layer_idx], *rows, scale)[..., :d]
     return out.transpose(1, 2).contiguous(), None

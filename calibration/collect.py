@@ -18,9 +18,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..artifact.fingerprint import read_config, slides, text_config
+from ..artifact.fingerprint import model_head_dim, read_config, slides, text_config
 from ..kernels.codec import LayerCodec
-from ..kernels.layout import SUPPORTED_HEAD_DIMS
+from ..kernels.layout import stored_head_dim
 from .attention import attention_layers_of, causal_attention, replaced_attention
 from .errors import CalibrationError
 from .rope import PROBE_TOKENS, Turning, checked, turning
@@ -44,11 +44,10 @@ def check_supported(model_dir: Path, head_dim: int) -> None:
             f"{model_dir}: has sliding-window attention layers, which the 2-bit cache does not "
             "support; serve it without the 2-bit cache"
         )
-    if head_dim not in SUPPORTED_HEAD_DIMS:
-        raise CalibrationError(
-            f"{model_dir}: head_dim {head_dim} is not supported; supported: "
-            f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))}"
-        )
+    try:
+        stored_head_dim(head_dim)
+    except ValueError as error:
+        raise CalibrationError(f"{model_dir}: {error}") from None
 
 
 def load_model(model_dir: Path, device: str) -> PreTrainedModel:
@@ -122,7 +121,7 @@ def model_turning(model: PreTrainedModel, token: int) -> Turning:
     ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
     with replaced_attention(model, attend):
         body(model)(input_ids=ids, use_cache=False)
-    found = turning(text, keys[0].shape[-1], layer_ids)
+    found = turning(text, model_head_dim(text), layer_ids)
     return checked(found, keys[0]) if layer_ids[0] == 0 else found
 
 

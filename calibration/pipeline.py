@@ -11,6 +11,7 @@ from .. import __version__
 from ..artifact.file import Artifact, Fingerprint, data_free
 from ..artifact.fingerprint import read_config, text_config
 from ..kernels.codec import CODECS
+from ..kernels.layout import PADDED_HEAD_DIMS
 from .collect import check_supported
 from .engines import ENGINES
 from .errors import CalibrationError
@@ -45,6 +46,11 @@ def calibrate_codecs(plan: Plan, codecs: Sequence[str]) -> dict[str, Artifact]:
     if not codecs:
         return made
     check_supported(plan.model_dir, fingerprint.head_dim)
+    if "position" in codecs and fingerprint.head_dim in PADDED_HEAD_DIMS:
+        raise CalibrationError(
+            f"{plan.model_dir}: codec position is not made for heads of {fingerprint.head_dim} "
+            "channels; take another"
+        )
     context = max(plan.context or context_length(read_config(plan.model_dir)), 2 * n_sink)
     source = plan.source()
     rows = sum(max(0, len(ids) - n_sink) for ids in source.sequences)

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from ..kernels.codec_position import Rope
+from ..kernels.layout import stored_head_dim
 
 # Model types whose pairs are neighbouring channels; elsewhere they are half the channels apart.
 _ADJACENT = {
     "chatglm", "codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj",
     "llama4", "llama4_text",
 }  # fmt: skip
+_WITHOUT = {"nemotron_h"}  # although their configurations do not say so
 PROBE_TOKENS = 64
 _TOLERANCE = 2e-2  # of a key's norm; BF16 rounding is 4e-3, another frequency or pairing near 1
 
@@ -45,16 +47,17 @@ class Turning:
 
 
 def turning(text: dict[str, Any], head_dim: int, layer_ids: Sequence[int]) -> Turning:
-    """From the language model's configuration; ``layer_ids``: of its attention layers."""
+    """From the language model's configuration, over heads as they are stored; ``head_dim``: the
+    model's; ``layer_ids``: of its attention layers."""
     settings = dict(text.get("rope_scaling") or {}) | dict(text.get("rope_parameters") or {})
     kind = settings.get("rope_type", settings.get("type")) or "default"
     theta = settings.get("rope_theta") or text.get("rope_theta") or text.get("rotary_emb_base")
-    still = Rope.still(head_dim)
-    if theta is None and not settings:
-        if text.get("position_embedding_type") in (None, "rope", "rotary"):
-            theta = 10000.0  # transformers' default; the check finds out where there is no RoPE
-        else:
-            return Turning(still)
+    stored = stored_head_dim(head_dim)
+    still = Rope.still(stored)
+    said = text.get("position_embedding_type") or "rope"
+    if text.get("model_type") in _WITHOUT or said not in ("rope", "rotary"):
+        return Turning(still)
+    # Without a word transformers' default; the check finds out where there is no RoPE.
     n = int(head_dim * _partial(text, settings, head_dim)) // 2
     plain = float(theta or 10000.0) ** (-torch.arange(n, dtype=torch.float64) / max(n, 1))
     scale = {
@@ -72,7 +75,7 @@ def turning(text: dict[str, Any], head_dim: int, layer_ids: Sequence[int]) -> Tu
     except (KeyError, TypeError, ZeroDivisionError) as error:
         return Turning(still, doubt=f"RoPE of type {kind!r} lacks a setting ({error})")
     adjacent = text.get("model_type") in _ADJACENT or bool(text.get("rope_interleave"))
-    return Turning(Rope.of(frequencies.tolist(), head_dim, adjacent), _free(text, layer_ids))
+    return Turning(Rope.of(frequencies.tolist(), stored, adjacent), _free(text, layer_ids))
 
 
 def checked(found: Turning, keys: torch.Tensor) -> Turning:

@@ -24,6 +24,7 @@ import torch
 from ..artifact.fingerprint import attention_layers, read_config, text_config
 from ..kernels.codec import LayerCodec
 from ..kernels.codec_position import Rope
+from ..kernels.padding import padded
 from ..launch_server import enter_cpu_mode
 from .collect import Progress
 from .errors import CalibrationError
@@ -63,7 +64,7 @@ class StatisticsBackend:
             stream = forward_batch.residual_stream
             if isinstance(self._accumulator, Prober) and stream is not None:
                 self._accumulator.residual[index] = stream.residual
-            rows = (x.reshape(len(q), -1, d) for x in (q, k, v, out))
+            rows = (padded(x.reshape(len(q), -1, d)) for x in (q, k, v, out))
             self._accumulator.add(index, *rows)
         return out
 
@@ -140,7 +141,7 @@ def _collect(rank, model_dir, sequences, n_sink, device, progress, fit, flags):
         runner.forward(prefill_batch(runner, ids.to(runner.device)))
         turns = turning(text, runner.model_config.head_dim, layer_ids)
         if layer_ids[0] == 0:
-            turns = checked(turns, keys.keys)
+            turns = checked(turns, padded(keys.keys))
         accumulator = Accumulator(n_sink, turning=turns)
         runner.attn_backend = StatisticsBackend(inner, accumulator, layer_ids)
         done = 0

@@ -51,7 +51,8 @@ class Partial:
         """Write at most every ``SAVE_EVERY_SECONDS``, atomically."""
         if time.monotonic() - self.saved_at < SAVE_EVERY_SECONDS:
             return
-        tensors, counts = {}, {}
+        tensors: dict[str, torch.Tensor] = {}
+        counts: dict[int, list[int]] = {}
         for layer, stats in accumulator.stats.items():
             counts[layer] = [stats.count, stats.query_count]
             named = dict(stats.sums) | {"priority": stats.held.priority}

@@ -75,6 +75,8 @@ def verify(
 
 def _recorded(layer: dict | None) -> tuple[float | None, float | None]:
     """Mean K and V error in a layer's report. Provenance is untrusted: anything else is None."""
+    if layer is None:
+        return None, None
     try:
         k = [layer["k_error"][basis][head] for head, basis in enumerate(layer["k_basis"])]
         return statistics.mean(map(float, k)), statistics.mean(map(float, layer["v_error"]))

@@ -80,7 +80,8 @@ class Prober:
         exact, *coded = (self.project[layer](x.flatten(1).to(q.dtype)).double() for x in outputs)
         stream = (self.residual[layer][-len(exact) :].double() + exact).square().sum(-1)
         errors = ((x - exact).square().sum(-1) / stream.clamp_min(1e-30) for x in coded)
-        self.found[layer] = tuple(float(e.mean()) for e in errors)
+        k, v = (float(e.mean()) for e in errors)
+        self.found[layer] = k, v
 
     def scores(self) -> Scores:
         return [self.found[layer] for layer in range(len(self.codecs))]

@@ -22,8 +22,9 @@ ATTENTION_BACKEND = "oscar"
 DEFAULT_CODEC = "feedback"
 _COUNTS = (
     "sink_tokens", "recent_tokens", "sink_cache_tokens", "scratch_tokens", "debug_tags_every",
+    "parked_rows",
 )  # fmt: skip
-PREFIX_WINDOWS = ("reuse", "recompute")
+PREFIX_WINDOWS = ("reuse", "recompute", "park")
 PREFILL_ATTENTION = ("fa3", "flashinfer")
 # Field -> the values of ``codec_omni.OPTIONS``, the default first.
 OMNI_CHOICES = {"omni_norm": ("head", "none"), "omni_rotation": ("hadamard", "none")}
@@ -69,9 +70,13 @@ class OscarConfig:
     sink_cache_tokens  rows of the exact sink store behind the prefix cache
     scratch_tokens     prefix tokens materialised at a time during prefill
     prefix_window      after a prefix hit "recompute" the last ``recent_tokens`` of the prompt, or
-                       "reuse" all that is cached, and read their recent window as codes. Default:
+                       "reuse" all that is cached, and read their recent window as codes, or "park":
+                       take over the exact window from the ring of the request that left it
+                       (``parking.py``), and recompute only where it is gone. Default:
                        recompute, but reuse in hybrid models: their linear layers can only go on
                        from where a state was kept, which is seldom ``recent_tokens`` earlier
+    parked_rows        with "park", request rows beside those of running requests, whose rings
+                       outlive their requests
     prefill_attention  library of prefill attention on a GPU, of PREFILL_ATTENTION (default: the
                        first that the GPU has)
     debug_tags         check reads against what was written (``watch/``)
@@ -93,6 +98,7 @@ class OscarConfig:
     sink_cache_tokens: int | None = None
     scratch_tokens: int | None = None
     prefix_window: str | None = None
+    parked_rows: int | None = None
     prefill_attention: str | None = None
     debug_tags: bool = False
     debug_tags_every: int | None = None
@@ -125,6 +131,8 @@ class OscarConfig:
             raise OscarError(
                 f"{flag('debug_tags_every')} needs {flag('debug_tags')}; add or drop it"
             )
+        if self.parked_rows is not None and self.prefix_window != "park":
+            raise OscarError(f"{flag('parked_rows')} needs {flag('prefix_window')} park")
         for name, values in OMNI_CHOICES.items():
             value = getattr(self, name)
             if value not in (None, *values):
@@ -267,8 +275,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         flag("prefix_window"),
         choices=PREFIX_WINDOWS,
-        help="after a prefix hit read the recent window as codes, or compute it again exactly "
-        "(default recompute; reuse in models with linear-attention layers)",
+        help="after a prefix hit read the recent window as codes, compute it again exactly, or "
+        "take it over from the request that left it (default recompute; reuse in models with "
+        "linear-attention layers)",
+    )
+    add(
+        flag("parked_rows"),
+        type=int,
+        help="with --oscar-prefix-window park, rows that keep windows of requests that are gone, "
+        "beside the free ones (default: one per running request, at most 1/32 of the memory)",
     )
     add(
         flag("prefill_attention"),

@@ -15,7 +15,8 @@ Users at the SLO: the most for whom, and for all smaller numbers asked for, 95% 
 their first token within --slo-ttft and at least --slo-rate tokens per second after it. --price
 is what the machine costs an hour, in any currency. --shared-prefix runs SGLang's own
 ``generated-shared-prefix`` benchmark on each server first. Weights are random (``lib/shapes.py``):
-speed only. ``plot_agents.py`` draws the file.
+speed only. A run can be done in parts (--caches int2 --users 16): the file's other rows are kept,
+if their conditions are the same. ``plot_agents.py`` draws the file.
 
 Without a GPU, to see that it runs: --shape tiny --caches bf16,int2, a small trace, and
 --server-flags "--max-total-tokens 8192".
@@ -65,6 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--caches", type=names(CACHES), default=list(CACHES))
     p.add_argument("--users", type=numbers, default=[8, 16, 32, 48], help="at a time, one run each")
     p.add_argument("--mem-fraction", default="0.5")
+    p.add_argument("--running", type=int, default=48, help="requests that run at a time [48]")
     for name, text in (
         ("think", "seconds between an answer and the next request, at most"),
         ("warmup", "seconds before the window"),
@@ -90,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="server flags of a cache instead of the default ones",
     )  # fmt: skip
     p.add_argument("--server-flags", type=shlex.split, default=[], help="more, for every cache")
-    p.add_argument("--json", type=Path, help="results file, rewritten after every row")
+    p.add_argument("--json", type=Path, help="results file; other rows in it stay")
     p.add_argument("--commit", help="of the code, where git does not know it")
     p.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()))
     args = p.parse_args(argv)
@@ -108,37 +110,56 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Results:
-    """Rows as they come, and the file."""
+    """Rows as they come, and the file; what it has of other caches and users is kept."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.rows, self.shared, self.servers = args, [], [], {}
         self.slo = trace_load.Slo(args.slo_ttft, args.slo_rate)
-        self.header = header(device_name(), args.commit)
-
-    def as_dict(self) -> dict:
-        args, sessions = self.args, self.args.sessions
-        at_slo = {
-            cache: trace_load.users_at_slo([r for r in self.rows if r["cache"] == cache])
-            for cache in dict.fromkeys(r["cache"] for r in self.rows)
-        }
-        return {
-            **self.header,
-            "baselines": [c for c in args.caches if c != "int2"],
+        self.header, self.earlier = header(device_name(), args.commit), []
+        shared = {f.name: getattr(args, f.name) for f in fields(trace_load.Load)[1:]}
+        self.loads = [trace_load.Load(users, **shared) for users in args.users]
+        self.conditions = {
+            "device": self.header["device"],
             "weights": "dummy (random): speed only",
             "model": args.shape,
             "layers": args.layers or SHAPES[args.shape]["num_hidden_layers"],
             "mem_fraction": args.mem_fraction,
+            "running": args.running,
             "traces": {
                 "file": args.traces.name,
-                "sessions": len(sessions),
-                "requests": sum(len(s.requests) for s in sessions),
-                "block_sizes": sorted({s.block_size for s in sessions}),
+                "sessions": len(args.sessions),
+                "requests": sum(len(s.requests) for s in args.sessions),
+                "block_sizes": sorted({s.block_size for s in args.sessions}),
             },
+            "load": shared,
             "slo": asdict(self.slo),
             "price_per_hour": args.price,
+        }
+        if args.json and args.json.exists():
+            self._keep(json.loads(args.json.read_text()))
+
+    def _keep(self, data: dict) -> None:
+        args = self.args
+        if other := [k for k, v in self.conditions.items() if data.get(k) != v]:
+            sys.exit(f"{args.json} was measured with another {', '.join(other)}: name a new file")
+        again = {(cache, users) for cache in args.caches for users in args.users}
+        self.rows = [r for r in data["rows"] if (r["cache"], r["users"]) not in again]
+        self.shared, self.servers = data["shared_prefix"], data["servers"]
+        if args.shared_prefix:
+            self.shared = [r for r in self.shared if r["cache"] not in args.caches]
+        self.earlier = [*data["earlier_commands"], data["command"]]
+
+    def as_dict(self) -> dict:
+        caches = [c for c in CACHES if any(r["cache"] == c for r in self.rows)]
+        of = {cache: [r for r in self.rows if r["cache"] == cache] for cache in caches}
+        return {
+            **self.header,
+            "earlier_commands": self.earlier,
+            "baselines": [c for c in caches if c != "int2"],
+            **self.conditions,
             "servers": self.servers,
-            "users_at_slo": at_slo,
-            "rows": self.rows,
+            "users_at_slo": {cache: trace_load.users_at_slo(of[cache]) for cache in caches},
+            "rows": [r for c in caches for r in sorted(of[c], key=lambda r: r["users"])],
             "shared_prefix": self.shared,
         }
 
@@ -146,11 +167,11 @@ class Results:
         if self.args.json:
             self.args.json.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
-    def add(self, cache: str, row: dict, load: trace_load.Load) -> None:
+    def add(self, cache: str, row: dict) -> None:
         row = {"cache": cache, **row, "slo": trace_load.keeps(row, self.slo)}
         if self.args.price:
             row |= trace_load.price(row, self.args.price)
-        self.rows.append(row | {"conditions": trace_load.conditions(load)})
+        self.rows.append(row)
         print(json.dumps(row), flush=True)
         self.write()
 
@@ -159,9 +180,9 @@ def measure(cache: str, folder: Path, results: Results) -> None:
     """One server, every number of users on it, each from an empty cache."""
     args = results.args
     flags = args.flags.get(cache, (CACHES if has_gpu() else CPU).get(cache))
-    running = max(32, *args.users)
+    running = str(args.running)
     flags = [*common_arguments(args.mem_fraction), *flags, *args.server_flags]
-    flags += ["--max-running-requests", str(running), "--cuda-graph-max-bs-decode", str(running)]
+    flags += ["--max-running-requests", running, "--cuda-graph-max-bs-decode", running]
     results.servers[cache] = {"flags": shlex.join(flags)}
     log = args.log_dir / f"agents-{args.shape}-{cache}.log"
     with Server(folder, log, *flags, env=UNCHECKED, timeout=900) as server:
@@ -173,13 +194,11 @@ def measure(cache: str, folder: Path, results: Results) -> None:
             row = {"cache": cache, **shared_prefix.run(server, folder, Groups(**sizes), 1800)}
             results.shared.append(row)
             print(json.dumps(row), flush=True)
-        shared = {f.name: getattr(args, f.name) for f in fields(trace_load.Load)[1:]}
-        for users in args.users:
+        for load in results.loads:
             server.flush()
-            load = trace_load.Load(users, **shared)
             before = retractions(server)
             row = trace_load.run(server, args.sessions, load)
-            results.add(cache, row | {"retractions": retractions(server) - before}, load)
+            results.add(cache, row | {"retractions": retractions(server) - before})
 
 
 PRICES = {"price per M out": "price_per_m_output", "per M all": "price_per_m_tokens"}

@@ -102,14 +102,15 @@ def run_kit(kit: Kit, server: Server, args: argparse.Namespace) -> dict[str, dic
     except ImportError as error:
         return {"(import)": {"result": "skipped", "why": f"needs a package: {error}"}}
     names = unittest.defaultTestLoader.getTestCaseNames(made)
-    found = {}
+    names = [n for n in names if not args.tests or n in args.tests]
+    found = {n: {"result": "not run", "why": "the server had ended", "seconds": 0} for n in names}
     for name in names:
-        if args.tests and name not in args.tests:
-            continue
         began = time.monotonic()
         with contextlib.redirect_stdout(io.StringIO()):
             result, why = run_test(made(name), args.limit)
-        if problem := settle(server):
+        if result == "timeout":  # what the test still sends would disturb the next
+            server.kill()
+        elif problem := settle(server):
             result, why = "failed", f"{problem} {why}".strip()
         seconds = round(time.monotonic() - began, 1)
         found[name] = {"result": result, "why": why, "seconds": seconds}

@@ -1,5 +1,6 @@
 """What ``--oscar-prefix-window`` is worth: KL after a prefix hit when the recent window of the
-cached prefix is read as codes (reuse) or computed again (recompute), and what that costs.
+cached prefix is read as codes (reuse), computed again (recompute) or taken over from the request
+that left it (park), and what that costs.
 
     python -m scripts.eval_prefix_window --model DIR --artifact FILE --tokens NPZ [--json OUT]
 
@@ -19,12 +20,14 @@ from pathlib import Path
 import torch
 
 SINK, RECENT = 64, 256
+MODES = ("reuse", "park", "recompute", "match")
 
 
 def cached(mode: str, match: int, length: int) -> int:
     """Tokens taken from the prefix cache: ``match`` of ``length`` are there."""
     return {
         "reuse": match,
+        "park": match,
         "recompute": min(match, length - RECENT),
         "match": match - RECENT,
     }[mode]
@@ -42,17 +45,21 @@ def measure(args: argparse.Namespace, documents: dict[str, list[int]]) -> list[d
     rows = max(args.turns) + args.rows
     exact = {name: exact_logprobs(model, ids, rows) for name, ids in documents.items()}
     del model
-    modes = ("reuse", "recompute", "match")
-    need = size * (1 + len(modes) * len(args.turns)) * len(documents) + 64
-    runner = Runner(args.model, args.artifact, max_total_tokens=need, rows=3)
+    need = size * (1 + len(MODES) * len(args.turns)) * len(documents) + 64
+    runner = Runner(
+        args.model, args.artifact, max_total_tokens=need, rows=3, oscar_prefix_window="park"
+    )
+    source, low = runner.pool.parking.source, runner.pool.parking.low
     results = []
     for name, ids in documents.items():
         first = runner.request(1)
         runner.extend((first, ids[: args.context]))
         for turn in args.turns:
-            for mode in modes:
+            for mode in MODES:
                 length = args.context + turn
                 start = cached(mode, args.context, length)
+                # As after a request whose last step SGLang had launched when it ended.
+                source[2], low[2] = first.row * (mode == "park"), args.context + 1 - RECENT
                 request = runner.request(2, first, start)
                 began = time.perf_counter()
                 steps = [runner.extend((request, ids[start:length]))]
@@ -93,7 +100,7 @@ def main() -> None:
     names = args.documents.split(",") if args.documents else None
     found = measure(args, load_documents(args.tokens, names, 1 << 30))
     for turn in args.turns:
-        for mode in ("reuse", "recompute", "match"):
+        for mode in MODES:
             mine = [r for r in found if (r["turn"], r["mode"]) == (turn, mode)]
             mean = {k: statistics.mean(r[k] for r in mine) for k in ("kl", "kl_first", "top1")}
             print(

@@ -9,4 +9,4 @@ source scripts/setup_env.sh
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile "$@"
+exec python -m pytest -n "${OSCAR_TEST_JOBS:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -20,11 +20,11 @@ from tests.support.planted import Fault, failing_tests
 
 POOL_TESTS = ("test_reference.py", "test_blocks.py", "test_debug_tags.py", "test_faults.py")
 POOL_TESTS += ("test_ownership.py",)
-KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise")
+KERNEL_FILES = ("store_windows", "store", "seal", "attend", "materialise", "begin")
 KERNEL_TESTS = tuple(f"kernels/test_{name}.py" for name in KERNEL_FILES)
 CUDA_TESTS = ("kernels/test_emulated.py",)
-HOST_TESTS = ("test_weights.py", "test_kept.py", "test_resume.py", "test_gpu_tags.py")
-HOST_TESTS += ("test_debug_tags.py",)
+HOST_TESTS = ("test_weights.py", "test_kept.py", "test_parking.py", "test_resume.py")
+HOST_TESTS += ("test_gpu_tags.py", "test_debug_tags.py", "test_layout.py")
 
 
 POOL_FAULTS = {
@@ -53,6 +53,14 @@ POOL_FAULTS = {
     # One row less would change nothing: attention reads the last n_recent - 1 of the prefix.
     "oldest ring rows not written": Fault(
         "stores.py", "positions >= ends - w.n_recent", "positions >= ends - w.n_recent + 2"
+    ),
+    "a ring taken over one row off": Fault(
+        "stores.py", "rings[:, source, index]", "rings[:, source, index - 1]"
+    ),
+    "a ring taken over that was written further": Fault(
+        "../oscar_sglang/pool/parking.py",
+        "written + 1 - self.n_recent",
+        "written - 3 - self.n_recent",
     ),
     "sink cache without its tag": Fault(
         "stores.py",
@@ -92,7 +100,9 @@ POOL_FAULTS = {
         "exact_from = max(n_sink, hist_end)",
         "exact_from = max(n_sink, hist_end - 1)",
     ),
-    "history ends inside a block": Fault("reference.py", "(low + (-low) % block)", "low"),
+    "history ends inside a block": Fault(
+        "reference.py", "return (low + (-low) % block)", "return low"
+    ),
     "a block sealed before its last token": Fault(
         "reference.py", "seq_len - block + 1, block)", "seq_len - block + 2, block)"
     ),
@@ -208,14 +218,18 @@ KERNEL_FAULTS = {
         "materialise.py", "tl.load(starts + request).to(tl.int64) + i", "i"
     ),
     "materialise: means of other positions": Fault(
-        "materialise.py", "((pos // TURN * Hk + head)", "((pos // 32 * Hk + head)"
+        "materialise.py", "((pos // TURN * Hk + head)", "((pos // (2 * TURN) * Hk + head)"
     ),
     "store: keys' means of other positions": Fault(
-        "store.py", "units, pos // TURN, ok", "units, pos // 32, ok"
+        "store.py", "units, pos // TURN, ok", "units, pos // (2 * TURN), ok"
     ),
     "store: no gain": Fault("store.py", "sound = (found > 0)", "sound = (found < 0)"),
+    "begin: a ring row too few": Fault("begin.py", "(position >= first)", "(position > first)"),
+    "begin: rows that go on": Fault(
+        "begin.py", "(tl.load(started + request) != 0) & (from_row", "(from_row"
+    ),
     "attend: means of other positions": Fault(
-        "attend.py", "turn = (pos // TURN)", "turn = (pos // 32)"
+        "attend.py", "turn = (pos // TURN)", "turn = (pos // (2 * TURN))"
     ),
 }
 
@@ -288,6 +302,14 @@ CUDA_FAULTS = {
 
 
 HOST_FAULTS = {
+    "BF16's share of padded heads by stored channels": Fault(
+        "layout.py",
+        "self.history.kv_heads * 2 * self._model_head_dim * 2\n",
+        "self.history.kv_heads * 2 * self.history.head_dim * 2\n",
+    ),
+    "bits of padded heads by stored channels": Fault(
+        "layout.py", "return stored * self.history.head_dim / self._model_head_dim", "return stored"
+    ),
     "weights: half as many pieces": Fault(
         "../oscar_sglang/artifact/weights.py",
         "(t.size * i // count, PIECE)",
@@ -325,6 +347,25 @@ HOST_FAULTS = {
     ),
     "state: sums of a folder, not of its files": Fault(
         "../calibration/engines.py", "[str(file.resolve()) for file", "[str(file) for file"
+    ),
+    "parking: other keys of the prefix cache": Fault(
+        "../oscar_sglang/pool/parking.py", "or ring.key != key or", "or"
+    ),
+    "parking: a stale ring": Fault(
+        "../oscar_sglang/pool/parking.py",
+        "        for row in chosen:\n            self._left.pop(row, None)\n",
+        "",
+    ),
+    "parking: a source that a neighbour gets": Fault(
+        "../oscar_sglang/pool/parking.py", "ring.row != row and ring.row in chosen", "False"
+    ),
+    "parking: tokens that part are one text": Fault(
+        "../oscar_sglang/pool/parking.py", "int(differ.argmax()) if differ.any() else n", "n"
+    ),
+    "tags: rings are taken over unseen": Fault(
+        "../oscar_sglang/watch/tags.py",
+        "        self._compare(self.ring, (row, position), old, chains, mine.flatten(), sums)\n",
+        "",
     ),
     "tags: never armed, never noticed": Fault(
         "../oscar_sglang/watch/tags.py",

@@ -196,7 +196,7 @@ def test_metadata_of_the_wrong_type(path, name):
         ({"layers": True}, "fingerprint.layers is True"),
         ({"kv_heads": 0}, "fingerprint.kv_heads is 0"),
         ({"layers": 10**12}, "fingerprint.layers is 1000000000000"),
-        ({"head_dim": 96}, "fingerprint.head_dim is 96"),
+        ({"head_dim": 48}, "fingerprint.head_dim 48 has no 2-bit layout"),
         ({"rope": 1}, "fingerprint.rope is 1"),
         ({"extra": 1}, "exactly the fields"),
     ],

@@ -165,6 +165,28 @@ def test_more_users_than_sessions_are_refused(traces, capsys):
     assert "there are 3 sessions to replay" in capsys.readouterr().err
 
 
+def test_a_file_is_completed_and_never_mixed(traces, tmp_path):
+    """A run can be done in parts, under the same conditions."""
+    out = tmp_path / "agents.json"
+
+    def add(cache: str, users: int, speed: float, *more: str) -> list[tuple]:
+        argv = [str(traces), "--caches", cache, "--users", str(users), "--json", str(out), *more]
+        results = bench_agents.Results(bench_agents.parse(argv))
+        good = {"ttft_p95_s": 1, "tpot_p95_ms": 1, "unfinished": 0}
+        results.add(cache, {"users": users, "requests_per_s": speed, **good})
+        return [(r["cache"], r["users"], r["requests_per_s"]) for r in results.as_dict()["rows"]]
+
+    add("int2", 2, 9.0)
+    add("int2", 1, 8.0)
+    assert add("bf16", 2, 1.0) == [("bf16", 2, 1.0), ("int2", 1, 8.0), ("int2", 2, 9.0)]
+    assert add("int2", 2, 7.0)[-1] == ("int2", 2, 7.0)
+    data = json.loads(out.read_text())
+    assert data["users_at_slo"] == {"bf16": 2, "int2": 2} and data["baselines"] == ["bf16"]
+    assert len(data["earlier_commands"]) == 3 and data["load"]["window"] == 50.0
+    with pytest.raises(SystemExit, match="measured with another load, slo"):
+        add("int2", 3, 9.0, "--window", "5", "--slo-ttft", "9")
+
+
 @pytest.mark.sglang
 def test_a_run_on_a_server(traces, tmp_path, capsys):
     """One int2 server, three users, SGLang's shared-prefix benchmark beside it."""

@@ -327,7 +327,7 @@ def test_calibrate_refuses_too_little_data(model_dir):
         ({"sliding_window": 128}, "sliding-window"),
         ({"attention_chunk_size": 128}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"head_dim": 96}, "head_dim 96 is not supported; supported: 16, 32, 64"),
+        ({"head_dim": 48}, "head_dim 48 has no 2-bit layout; supported: 16, 32, 64"),
     ],
     ids=["mla", "window", "chunks", "layer-types", "head-dim"],
 )

@@ -29,6 +29,16 @@ def test_every_kit_of_the_wheel_runs_or_has_a_reason():
         assert kit.name in (FOLDER / f"{kit.module}.py").read_text()
 
 
+@pytest.mark.sglang
+def test_kits_can_be_loaded():
+    """Whatever is not installed here that they use for something else."""
+    for kit in kits.KITS:
+        try:
+            assert hasattr(kits.load(kit), kit.name)
+        except ModuleNotFoundError as error:
+            assert error.name == "anthropic" and kit.name == "AnthropicMessagesMixin"
+
+
 def case() -> type[unittest.TestCase]:
     """Within a function, or pytest would run it."""
 
@@ -96,17 +106,24 @@ def test_a_leak_or_a_dead_server_fails_the_test_before():
     assert "ended with -9" in check_kits.settle(Settled(code=-9))
 
 
-def test_a_test_that_ends_the_server_ends_its_kit(monkeypatch):
+@pytest.mark.parametrize("how", ["ends", "hangs"])
+def test_a_test_that_ends_the_server_or_hangs_ends_its_kit(monkeypatch, how):
+    """What still runs of a hanging test would disturb the next, so its server goes with it."""
     server = Settled()
+    server.kill = lambda: setattr(server.process, "poll", lambda: -9)
 
     class Ending(case()):
         def test_bad(self):
+            if how == "hangs":
+                time.sleep(5)
             server.process.poll = lambda: 1
 
     monkeypatch.setattr(check_kits, "test_case", lambda *_, **__: Ending)
-    args = argparse.Namespace(tests=["test_bad", "test_good"], limit=30, model="m")
+    tests = ["test_bad", "test_good", "test_skipped"]
+    args = argparse.Namespace(tests=tests, limit=0.2 if how == "hangs" else 30, model="m")
     found = check_kits.run_kit(kits.KITS[0], server, args)
-    assert list(found) == ["test_bad"] and found["test_bad"]["result"] == "failed"
+    results = [found[name]["result"] for name in tests]
+    assert results == ["timeout" if how == "hangs" else "failed", "not run", "not run"]
 
 
 def test_differences():

@@ -42,6 +42,7 @@ def test_every_field_has_a_flag():
         ({"oscar_omni_norm": "row"}, "--oscar-omni-norm 'row' is unknown; choose head or none"),
         ({"oscar_omni_norm": "none", "oscar_codec": "lloyd"}, "belongs to codec omni"),
         ({"oscar_recent_tokens": -1}, "--oscar-recent-tokens"),
+        ({"oscar_parked_rows": 4}, "--oscar-parked-rows needs --oscar-prefix-window park"),
         ({"oscar_prefix_window": "half"}, "--oscar-prefix-window 'half'.*reuse, recompute"),
         ({"oscar_prefill_attention": "fa2"}, "--oscar-prefill-attention 'fa2'.*fa3, flashinfer"),
         ({"oscar_recent_tokens": 1.5}, "whole number"),

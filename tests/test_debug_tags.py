@@ -205,6 +205,40 @@ def test_a_row_that_changed_hands_unnoticed(pool, seq):
         pool.forward((foreign, 40, 41))
 
 
+@pytest.mark.parametrize(
+    "source, damage, what",
+    [
+        (1, None, None),
+        (3, None, "position 32: ring row 0 of row 3 holds position 32, but of another sequence"),
+        (1, "copy", "position 44: ring row 12 of row 1 holds other bytes"),
+    ],
+)
+def test_a_ring_that_is_taken_over(pool, seq, source, damage, what):
+    """Row 2 begins at position 45 with the ring of row 1, which left it at 47, or of another."""
+    pool.forward((seq, 40, 47))
+    other = pool.begin(sequence(60, row=3, seed=8), 0)
+    pool.forward((other, 0, 47))
+    rows = len(pool.seg.windows.recent_start)
+    source_of, low = torch.zeros(2, rows, dtype=torch.int64)
+    pool.tags.parking = SimpleNamespace(source=source_of, low=low)
+    source_of[2], low[2] = source, 32
+    turn = sequence(60, row=2, seed=5, slots=seq.slots.clone())
+    turn.slots[45:] = torch.tensor([pool.free.pop() for _ in range(15)])
+    pool.tags.before()
+    pool.start(turn, 45)
+    pool.seg.windows.begin(2, 45, source, 32)
+    if damage:
+        pool.seg.windows.recent_k[0][2, 44 % 16] += 1
+    started = (torch.tensor([2]), torch.tensor([45]), torch.tensor([True]), [45])
+    if what:
+        with pytest.raises(OwnershipError, match=what):
+            pool.tags.start(*started)
+        return
+    pool.tags.start(*started)
+    pool.forward((turn, 45, 60), (seq, 47, 48))
+    assert pool.tags.row_start[2] == 32
+
+
 def test_the_flag():
     assert OscarConfig.from_options({"oscar_debug_tags": True}).debug_tags
     with pytest.raises(OscarError, match="--oscar-debug-tags"):

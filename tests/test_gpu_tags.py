@@ -127,7 +127,8 @@ def test_random_walks(page):
     machines = []
     kind = dict(codec_name=page) if page == "omni" else dict(page=page)
     for seed in range(2):
-        machine = Machine(seed, random.Random(seed).choice((3, 24)), n_sink=20, **kind)
+        cache = random.Random(seed).choice((3, 24))
+        machine = Machine(seed, cache, n_sink=20, park=seed == 1, **kind)
         machine.tags = Both(machine)
         machine.run(120 if page == 1 else 500)  # larger pages, faster walks
         machine.check_idle()
@@ -141,6 +142,7 @@ class Both:
 
     def __init__(self, machine) -> None:
         self.cpu, self.gpu = machine.tags, Tags(machine.seg, machine.rows.req_to_token, every=1)
+        self.gpu.parking = machine.parking
         self.gpu.ready()
 
     def before(self):

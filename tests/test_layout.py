@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from oscar_sglang.kernels.codec import Rows
-from oscar_sglang.kernels.layout import BLOCK, HistoryLayout, MemoryPlan, WindowLayout
+from oscar_sglang.kernels.layout import (
+    BLOCK,
+    HistoryLayout,
+    MemoryPlan,
+    WindowLayout,
+    stored_head_dim,
+)
 from oscar_sglang.kernels.stores import HistoryStore
 
 
@@ -42,10 +48,22 @@ def test_break_even_is_the_shortest_cheaper_context():
     assert cost(n - 1) > (n - 1) * p.bf16_bytes_per_token
 
 
-@pytest.mark.parametrize("head_dim", [48, 96, 80, 8, 0])
+@pytest.mark.parametrize("head_dim", [48, 192, 8, 0])
 def test_odd_head_dims_are_refused(head_dim):
-    with pytest.raises(ValueError, match=f"head_dim {head_dim}.*powers of two"):
+    with pytest.raises(ValueError, match=f"head_dim {head_dim} has no .*16, 32, 64, 80, 96, 112"):
         HistoryLayout(8, head_dim)
+
+
+@pytest.mark.parametrize("head_dim, bits", [(80, 3.6), (96, 3.0), (112, 288 / 112)])
+def test_padded_heads_are_counted_by_the_models_elements(head_dim, bits):
+    """What is stored is a row of 128; what it stands for, and what BF16 would take, is less."""
+    with pytest.raises(ValueError, match=f"head_dim {head_dim} is stored as 128"):
+        HistoryLayout(8, head_dim)
+    layout = HistoryLayout(8, stored_head_dim(head_dim))
+    p = plan(history=layout, head_dim=head_dim)
+    assert p.bits_per_element == pytest.approx(bits)
+    assert p.bf16_bytes_per_token == 36 * 8 * 2 * head_dim * 2
+    assert p.bf16_bytes_per_token / p.bytes_per_token == pytest.approx(16 / bits)
 
 
 @pytest.mark.parametrize("sink, recent", [(0, 256), (64, 0), (-1, 256)])

@@ -50,6 +50,7 @@ def test_every_fault_has_its_turn():
     assert {name for number in range(most) for name in few(number)} == set(FAULTS)
 
 
+@pytest.mark.sglang
 def test_a_few_are_noticed():
     """Which ones depends on the commit."""
     git = ["git", "rev-list", "--count", "HEAD"]

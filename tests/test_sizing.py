@@ -65,6 +65,17 @@ def test_a_fixed_sink_cache_is_not_charged_to_requests():
     assert plan(55, sink_cache_tokens=1000).rows > plan(55).rows
 
 
+@pytest.mark.parametrize("budget, requests, parked", [(55, 16, 16), (55, 64, 39), (1, 8, 0)])
+def test_parked_rows_are_as_many_as_requests_and_cheap(budget, requests, parked):
+    """45 MB a row of 320 exact tokens; at most a 32nd of the memory."""
+    p = plan(budget, requests, prefix_window="park")
+    assert (p.requests, p.parked_rows, p.rows) == (requests, parked, requests + parked + 1)
+    row = 36 * 320 * 8 * 2 * 128 * 2
+    assert p.window_bytes == row * p.rows and parked * row <= budget * GB / 32
+    assert plan(budget, requests, prefix_window="park", parked_rows=5).parked_rows == 5
+    assert plan(budget, requests).parked_rows == 0
+
+
 @pytest.mark.parametrize(
     "budget, requests, tokens, rows",
     [

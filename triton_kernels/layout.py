@@ -32,6 +32,17 @@ BITS = 2
 WIDTHS = (2, 4)  # bits a K or V of a layer may have
 MAX_CHUNK_BYTES = 16
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128, 256)
+PADDED_HEAD_DIMS = (80, 96, 112)  # kept as heads of 128 channels, the last of them zero
+
+
+def stored_head_dim(head_dim: int) -> int:
+    """Channels that a row of ``head_dim`` has in the cache. ValueError if it has no layout."""
+    if head_dim in SUPPORTED_HEAD_DIMS:
+        return head_dim
+    if head_dim in PADDED_HEAD_DIMS:
+        return 128
+    known = ", ".join(map(str, sorted(SUPPORTED_HEAD_DIMS + PADDED_HEAD_DIMS)))
+    raise ValueError(f"head_dim {head_dim} has no 2-bit layout; supported: {known}")
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -59,10 +70,9 @@ class HistoryLayout:
     def __post_init__(self) -> None:
         if not {self.k_bits, self.v_bits} <= set(WIDTHS):
             raise ValueError(f"K and V have 2 or 4 bits, got {self.k_bits} and {self.v_bits}")
-        if self.head_dim not in SUPPORTED_HEAD_DIMS:
+        if stored_head_dim(self.head_dim) != self.head_dim:
             raise ValueError(
-                f"head_dim {self.head_dim} has no 2-bit layout; supported: "
-                f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))} (powers of two)"
+                f"head_dim {self.head_dim} is stored as {stored_head_dim(self.head_dim)}"
             )
         if self.kv_heads < 1:
             raise ValueError(f"kv_heads must be >= 1, got {self.kv_heads}")
@@ -151,7 +161,9 @@ class MemoryPlan:
     materialised row. ``widths``: (k_bits, v_bits) of each layer; empty where all layers are
     ``history``. ``codec_floats`` counts the float32 numbers a layer's codec keeps on the
     device for one KV head, ``table_bytes`` what it keeps for all layers; ``workspace_bytes`` are
-    the kernels' own static buffers.
+    the kernels' own static buffers. ``rows`` are request rows: SGLang's padding row, those of
+    running requests, and ``parked_rows`` more whose rings outlive their requests. ``head_dim``:
+    the model's, where ``history`` has padded heads.
     """
 
     layers: int
@@ -166,10 +178,17 @@ class MemoryPlan:
     workspace_bytes: int = 0
     widths: tuple[tuple[int, int], ...] = ()
     table_bytes: int = 0
+    parked_rows: int = 0
+    head_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.widths and len(self.widths) != self.layers:
             raise ValueError(f"widths of {len(self.widths)} layers, expected {self.layers}")
+
+    @property
+    def requests(self) -> int:
+        """That can run at once."""
+        return self.rows - 1 - self.parked_rows
 
     @property
     def layouts(self) -> list[HistoryLayout]:
@@ -185,13 +204,18 @@ class MemoryPlan:
 
     @property
     def bits_per_element(self) -> float:
-        """Of history, mean over the layers."""
-        return sum(h.bits_per_element for h in self.layouts) / self.layers
+        """Of history, mean over the layers; of the model's elements, without padding."""
+        stored = sum(h.bits_per_element for h in self.layouts) / self.layers
+        return stored * self.history.head_dim / self._model_head_dim
+
+    @property
+    def _model_head_dim(self) -> int:
+        return self.head_dim or self.history.head_dim
 
     @property
     def bf16_bytes_per_token(self) -> int:
         """What SGLang's BF16 cache would spend on a slot."""
-        return self.layers * self.history.kv_heads * 2 * self.history.head_dim * 2
+        return self.layers * self.history.kv_heads * 2 * self._model_head_dim * 2
 
     @property
     def _row_bytes(self) -> int:
@@ -237,7 +261,7 @@ class MemoryPlan:
         """Bits per K/V element of one request of ``context`` tokens: its own history rows plus
         its exact window rows (every window token also has a history row)."""
         exact = min(context, self.windows.tokens) * self._row_bytes * self.layers
-        elements = context * self.layers * self.history.kv_heads * 2 * self.history.head_dim
+        elements = context * self.layers * self.history.kv_heads * 2 * self._model_head_dim
         return 8 * (context * self.bytes_per_token + exact) / elements
 
     def break_even(self) -> int:

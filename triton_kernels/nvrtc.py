@@ -26,7 +26,7 @@ class CompileError(RuntimeError):
 def _candidates():
     """NVRTC libraries: those of pip's nvidia packages first, then the system's."""
     spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations if spec else ():
+    for root in (spec and spec.submodule_search_locations) or ():
         for pattern in _LIBRARY_GLOBS:
             yield from sorted(Path(root).glob(pattern))
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")

@@ -134,6 +134,16 @@ class WindowStore:
         cut = torch.minimum(low, torch.maximum(start, prefix_lens))
         self.recent_start[rows] = torch.where(written > prefix_lens, cut, start)
 
+    def begin(self, row: int, prefix_len: int, source: int = 0, low: int = 0) -> None:
+        """``row`` goes to a request with ``prefix_len`` cached tokens, whose K and V are exact in
+        the ring of row ``source`` from position ``low`` < ``prefix_len`` on (0: nowhere)."""
+        first = max(low, prefix_len - self.windows.n_recent) if source else prefix_len
+        if source not in (0, row):
+            index = torch.arange(first, prefix_len) % self.windows.n_recent
+            for rings in (self.recent_k.stack, self.recent_v.stack):
+                rings[:, row, index] = rings[:, source, index]
+        self.recent_start[row], self.written[row] = first, prefix_len
+
     @property
     def num_bytes(self) -> int:
         return nbytes(*self.sink_k, *self.sink_v, *self.recent_k, *self.recent_v)

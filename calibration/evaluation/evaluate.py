@@ -9,6 +9,7 @@ from typing import Any
 from ... import __version__
 from ...artifact.file import Fingerprint, check, load
 from ...artifact.fingerprint import read_config
+from ...kernels.layout import PADDED_HEAD_DIMS
 from ..collect import Progress, check_supported, load_model
 from ..data import RANDOM
 from ..engines import observe
@@ -58,6 +59,11 @@ def evaluate(
     """
     fingerprint = Fingerprint.of(options.model)
     check_supported(options.model, fingerprint.head_dim)
+    if fingerprint.head_dim in PADDED_HEAD_DIMS:
+        raise CalibrationError(
+            f"{options.model}: evaluation is not made for heads of {fingerprint.head_dim} "
+            "channels, which are served in rows of 128"
+        )
     fitted, source = _artifact(options, fingerprint)
     jobs = _jobs(options, fitted)
     inputs = load_inputs(

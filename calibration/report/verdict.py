@@ -25,7 +25,7 @@ def verdict(evaluation: dict[str, Any]) -> list[str]:
     best = best_served(rows)
     if best is None:
         return _recall_only(evaluation)
-    exact = next((r for r in evaluation["results"] if r["codec"] == "exact"), {})
+    exact: dict = next((r for r in evaluation["results"] if r["codec"] == "exact"), {})
     return [
         _cost(best, exact),
         *_rivals(best, rows),

@@ -24,6 +24,7 @@ import torch
 
 from ..kernels.codec import CODECS, CodecSpec, LayerCodec, LayerParams, layer_specs, spec_of
 from ..kernels.hadamard import hadamard
+from ..kernels.layout import stored_head_dim
 from .fingerprint import Fingerprint, FingerprintError
 from .header import FORMAT_VERSION, ArtifactError, Header, read_header
 from .weights import METADATA_KEY
@@ -188,7 +189,7 @@ def data_free(
 ) -> Artifact:
     """Plain Hadamard rotations, the identity as metric: all there is to a codec that needs no data
     (``options``: ``Metadata.choices``); of others only for benchmarks with dummy weights."""
-    spec, d = CODECS[codec], fingerprint.head_dim
+    spec, d = CODECS[codec], stored_head_dim(fingerprint.head_dim)
     options = spec.meta.chosen(options or {}) | spec.meta.neutral_options(d, fingerprint.layers)
     provenance = {"data": "none: the codec has no statistics", "warnings": []}
     if spec.needs_data:
@@ -245,7 +246,7 @@ def _check_layers(
         raise ArtifactError(
             f"{path}: holds {len(layers)} layers, fingerprint says {fingerprint.layers}"
         )
-    shapes = CODECS[codec].tensors(fingerprint.head_dim)
+    shapes = CODECS[codec].tensors(stored_head_dim(fingerprint.head_dim))
     for i, params in enumerate(layers):
         for name, tensor in params._asdict().items():
             where = f"{path}: layers.{i}.{name}"
@@ -261,7 +262,7 @@ def _check_layers(
 
 def _check_specs(where: Path | str, artifact: Artifact) -> None:
     """Refuse options that describe no codec for this model's layers."""
-    d = artifact.fingerprint.head_dim
+    d = stored_head_dim(artifact.fingerprint.head_dim)
     try:
         for spec in artifact.specs:
             spec.meta.check(d)

@@ -217,7 +217,7 @@ def _attention_layers(model_dir: Path, text: dict[str, Any]) -> int:
 
 
 def _number(
-    model_dir: Path, text: dict[str, Any], names: tuple[str, ...], default: int | None = None
+    model_dir: Path | str, text: dict[str, Any], names: tuple[str, ...], default: int | None = None
 ) -> int:
     value = next((text[n] for n in names if text.get(n) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -227,7 +227,12 @@ def _number(
     return value
 
 
-def _head_dim(model_dir: Path, text: dict[str, Any], heads: int) -> int:
+def model_head_dim(text: dict[str, Any], where: Path | str = "the model") -> int:
+    """Channels of a head, from the language model's config."""
+    return _head_dim(where, text, _number(where, text, _HEADS))
+
+
+def _head_dim(model_dir: Path | str, text: dict[str, Any], heads: int) -> int:
     if text.get("head_dim") is not None:
         return _number(model_dir, text, ("head_dim",))
     return _number(model_dir, text, _HIDDEN) // heads

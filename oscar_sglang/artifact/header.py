@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.codec import CODECS
-from ..kernels.layout import SUPPORTED_HEAD_DIMS
+from ..kernels.layout import stored_head_dim
 from .fingerprint import Fingerprint
 from .weights import METADATA_KEY
 
@@ -56,7 +56,7 @@ def read_header(path: Path) -> Header:
 def expected_tensors(header: Header) -> dict[str, list[int]]:
     """Name -> shape of every tensor the file must hold, and no other."""
     f = header.fingerprint
-    shapes = CODECS[header.codec].tensors(f.head_dim)
+    shapes = CODECS[header.codec].tensors(stored_head_dim(f.head_dim))
     return {
         f"layers.{i}.{name}": [f.kv_heads, *shape]
         for i in range(f.layers)
@@ -139,11 +139,10 @@ def _parse_fingerprint(path: Path, value: Any) -> Fingerprint:
                 f"{path}: fingerprint.{name} is {_show(found)}, expected an integer in "
                 f"[1, {_MAX_COUNT}]"
             )
-    if value["head_dim"] not in SUPPORTED_HEAD_DIMS:
-        raise ArtifactError(
-            f"{path}: fingerprint.head_dim is {value['head_dim']}, supported: "
-            f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))}"
-        )
+    try:
+        stored_head_dim(value["head_dim"])
+    except ValueError as error:
+        raise ArtifactError(f"{path}: fingerprint.{error}") from None
     return Fingerprint(**value)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..pool.hybrid import attention_pool
 from ..pool.memory_pool import oscar_pool
+from ..pool.parking import parking_of
 from .weight_updates import renew
 
 # Request row -> first position in its ring, for each of SGLang's ReqToTokenPools. On the host: what
@@ -38,8 +38,13 @@ def reprefill_tail(original: Callable, self: Any, req: Any = None) -> int:
     if session is not None and session.will_lend_record(req):
         return original(self, req)
     allocator = getattr(self, "token_to_kv_pool_allocator", None)  # None: a simulated tree
-    setup = getattr(attention_pool(allocator and allocator.get_kvcache()), "setup", None)
-    return max(original(self, req), getattr(setup, "reprefill_tail", 0))
+    pool = oscar_pool(allocator and allocator.get_kvcache())
+    if pool is None:
+        return original(self, req)
+    tail = pool.setup.reprefill_tail
+    if tail and pool.parking and req is not None:
+        tail = pool.parking.tail(req)
+    return max(original(self, req), tail)
 
 
 def refuse_beams(original: Callable, self: Any, req: Any, recv_req: Any) -> str | None:
@@ -63,15 +68,33 @@ def after_resume(result: Any, self: Any, recv_req: Any) -> None:
         renew(self)
 
 
-def remember_prefix(original: Callable, self: Any, reqs: list) -> Any:
-    """AROUND ReqToTokenPool.alloc: where the ring of a request that gets a row begins."""
+def take_rows(original: Callable, self: Any, reqs: list) -> Any:
+    """AROUND ReqToTokenPool.alloc: which rows, and where the ring of each begins."""
     fresh = [req for req in reqs if not req.kv.holds_kv]
+    parking = parking_of(self)
+    if parking:
+        parking.take(self.free_slots, fresh)
     rows = original(self, reqs)
     if rows is not None:
         starts = _ring_starts.setdefault(self, {})
         for req in fresh:
-            starts[req.kv.req_pool_idx] = req.prefix_len
+            row = req.kv.req_pool_idx
+            starts[row] = int(parking.low[row]) if parking else req.prefix_len
     return rows
+
+
+def leave_row(original: Callable, self: Any, req: Any) -> None:
+    """AROUND ReqToTokenPool.free: what the request leaves in its ring. What a session or a request
+    with embeddings of its own leaves is nobody else's."""
+    if parking := parking_of(self):
+        row = req.kv.req_pool_idx
+        # A session gives its row back as a slot without tokens.
+        whole = getattr(req, "input_embeds", ()) is None and not req.skip_radix_cache_insert
+        if whole:
+            parking.leave(req, _ring_starts[self][row])
+        else:
+            parking.forget(row)
+    original(self, req)
 
 
 def ring_start(rows: Any, row: int) -> int:

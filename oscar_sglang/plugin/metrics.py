@@ -38,6 +38,8 @@ COUNTERS = {
     "weight_updates": "Updates of the model's weights.",
     "recalibrations": "Calibrations measured in the running server.",
     "requests_on_prefix": "Requests that started on a cached prefix.",
+    "windows_found": "Exact windows of cached prefixes that were taken over.",
+    "windows_missed": "Exact windows of cached prefixes that were gone.",
 }
 SEGMENT_BYTES = "Bytes allocated for a part of the 2-bit cache."
 

@@ -64,6 +64,7 @@ class Rank:
             context_length=model.context_len,
             max_total_tokens=schedule.max_total_tokens,
             widths=self.artifact.widths,
+            hybrid=kvc.mambaish_config is not None,
         )
         self.attention: DecodeAttention | None = None
         if kvc.device != "cpu":
@@ -94,7 +95,7 @@ class Rank:
         remaining = self.budget_bytes - plan.fixed_bytes
         if remaining <= 0:
             raise OscarError(
-                f"exact windows of {plan.rows - 1} running requests, sink cache and scratch need "
+                f"exact windows of {plan.requests} running requests, sink cache and scratch need "
                 f"{plan.fixed_bytes / gib:.2f} GB, but only {self.budget_bytes / gib:.2f} GB are "
                 "free for the KV cache; lower --max-running-requests or --oscar-recent-tokens, or "
                 "raise --mem-fraction-static"
@@ -105,7 +106,7 @@ class Rank:
                 "--max-running-requests (%d) to hold more tokens",
                 plan.fixed_bytes / gib,
                 self.budget_bytes / gib,
-                plan.rows - 1,
+                plan.requests,
             )
         return remaining
 
@@ -116,9 +117,18 @@ class Rank:
 
     def limit_requests(self, most: int) -> int:
         """Running requests where SGLang would take ``most``: no more than were paid for."""
-        requests = min(most, self.plan.rows - 1)
-        self.plan = replace(self.plan, rows=requests + 1)
+        requests = min(most, self.plan.requests)
+        self.plan = replace(self.plan, rows=requests + 1 + self.plan.parked_rows)
         return requests
+
+    def reprefill_tail(self) -> int:
+        """Last tokens of a prompt computed even if cached, unless their window is found. A hybrid
+        model's prefixes end where a state was kept, seldom that many tokens earlier: there "park"
+        only takes what it finds."""
+        window = self.config.prefix_window
+        hybrid = self.kvc.mambaish_config is not None
+        wanted = window == "recompute" or (window == "park" and not hybrid)
+        return self.config.recent_tokens if wanted else 0
 
     def pool_setup(self) -> PoolSetup:
         """The pool's set-up; says in the log what it is."""
@@ -138,6 +148,7 @@ class Rank:
             sink=plan.windows.n_sink,
             recent=plan.windows.n_recent,
             request_rows=plan.rows,
+            parked_rows=plan.parked_rows,
             scratch_tokens=plan.scratch_tokens,
             sink_cache_rows=plan.sink_cache_rows,
             prefix_window=config.prefix_window,
@@ -153,7 +164,8 @@ class Rank:
             data_free="data_hash" not in artifact.provenance and artifact.spec.needs_data,
             layer_ids=tuple(self.layer_ids),
             context=self.kvc.model_config.context_len + ROW_SLACK,
-            reprefill_tail=config.recent_tokens if config.prefix_window == "recompute" else 0,
+            prefix_window=config.prefix_window or "reuse",
+            reprefill_tail=self.reprefill_tail(),
             decode_attention=self.attention,
             prefill_attention=config.prefill_attention,
         )
@@ -193,6 +205,12 @@ def max_num_reqs(original: Callable[..., Any], self: Configurator, token_capacit
     """AROUND KVCacheConfigurator.resolve_max_num_reqs: no more rows than were paid for."""
     most: int = original(self, token_capacity)
     return _ranks[self.model_config].limit_requests(most) if enabled(self) else most
+
+
+def request_rows(original: Callable[..., Any], self: Configurator, *, max_num_reqs: int) -> Any:
+    """AROUND KVCacheConfigurator._build_req_to_token_pool: with rows that only keep a ring."""
+    rank = _ranks.get(self.model_config) if enabled(self) else None
+    return original(self, max_num_reqs=max_num_reqs + (rank.plan.parked_rows if rank else 0))
 
 
 def build_pool(original: Callable[..., Any], self: Configurator, **kwargs: Any) -> Any:

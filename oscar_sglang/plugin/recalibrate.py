@@ -148,7 +148,7 @@ def _observed(pool: Any, accumulator: Accumulator, tokens: int) -> Iterator[None
     """Show every layer's rows of a prefill of ``tokens`` fresh tokens to ``accumulator``."""
 
     def see(layer: int, *rows: torch.Tensor) -> None:
-        heads = (x[:tokens].reshape(tokens, -1, pool.head_dim) for x in rows)
+        heads = (x[:tokens].reshape(tokens, -1, pool.scratch.shape[-1]) for x in rows)
         accumulator.add(layer, *heads)
 
     pool.observer = see

@@ -8,7 +8,7 @@ from typing import Any
 from ..artifact.fingerprint import slides
 from ..config import OscarError
 from ..kernels.codec import CODECS
-from ..kernels.layout import BLOCK, SUPPORTED_HEAD_DIMS
+from ..kernels.layout import BLOCK, stored_head_dim
 from ..pool.hybrid import has_known_states, is_hybrid
 from .flags import REFUSED, classes, field_defaults
 
@@ -135,11 +135,10 @@ def refuse_model(config: Any, tp_size: int = 1) -> None:
             f"{name} has learned attention sinks, which int2 does not support; "
             "drop --kv-cache-dtype int2"
         )
-    if config.head_dim not in SUPPORTED_HEAD_DIMS:
-        raise OscarError(
-            f"head_dim {config.head_dim} of {name} has no 2-bit layout; supported: powers of two, "
-            f"{', '.join(map(str, SUPPORTED_HEAD_DIMS))}; drop --kv-cache-dtype int2"
-        )
+    try:
+        stored_head_dim(config.head_dim)
+    except ValueError as error:
+        raise OscarError(f"{name}: {error}; drop --kv-cache-dtype int2") from None
     if config.v_head_dim != config.head_dim:
         raise OscarError(
             f"{name} has K heads of {config.head_dim} and V heads of {config.v_head_dim} channels; "

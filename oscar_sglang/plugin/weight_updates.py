@@ -72,7 +72,10 @@ def around_end(original: Callable, self: Any, recv_req: Any) -> Any:
 
 def after_flush(result: bool, self: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Scheduler.flush_cache."""
-    if result and oscar_pool(self.token_to_kv_pool_allocator.get_kvcache()) is not None:
+    pool = oscar_pool(self.token_to_kv_pool_allocator.get_kvcache())
+    if result and pool is not None:
+        if pool.parking:
+            pool.parking.clear()
         renew(self.weight_updater)
 
 

@@ -11,7 +11,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from ..config import OscarError
 from ..kernels import reference
+from ..kernels.padding import padded
 from .memory_pool import served_pool
+from .parking import park
 
 if TYPE_CHECKING:
     from .sglang_types import ForwardBatch, ModelRunner
@@ -100,6 +102,7 @@ class OscarAttnBackend(AttentionBackend):
         refuse_layers(runner.model, pool.index, pool.head_num, pool.head_dim)
         self.token_to_kv_pool = runner.token_to_kv_pool  # where SGLang's models look for it
         self.req_to_token_pool = runner.req_to_token_pool
+        park(self.req_to_token_pool, self.pool.parking)
         self.seen_generation = torch.zeros_like(self.req_to_token_pool.req_generation)
         self.batch: reference.Batch | None = None
 
@@ -133,7 +136,10 @@ class OscarAttnBackend(AttentionBackend):
             if prefix % self.pool.segments.spec.block:
                 raise RuntimeError(f"a cached prefix of {prefix} tokens ends inside a sealed block")
             self.seen_generation[row] = generation[row]
-            self.pool.segments.windows.recent_start[row] = prefix
+            parking, source, low = self.pool.parking, 0, 0
+            if parking:
+                source, low = int(parking.source[row]), int(parking.low[row])
+            self.pool.segments.windows.begin(row, prefix, source, low)
             if prefix:
                 cached = min(prefix, n_sink)
                 slots = self.req_to_token_pool.req_to_token[row, :cached].long()
@@ -159,9 +165,10 @@ class OscarAttnBackend(AttentionBackend):
         """q [T, H*D], k and v [T, Hk*D], post-RoPE -> [T, H*D] in q's dtype."""
         refuse_layer(layer, k, save_kv_cache, kwargs)
         index = self.pool.index[layer.layer_id]
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        d = layer.qk_head_dim
+        q = padded(q.view(-1, layer.tp_q_head_num, d))
+        k = padded(k.view(-1, layer.tp_k_head_num, d))
+        v = padded(v.view(-1, layer.tp_v_head_num, d))
         if (batch := self.batch) is None:
             raise RuntimeError("attention without its metadata")
         out = reference.attention(
@@ -180,6 +187,6 @@ class OscarAttnBackend(AttentionBackend):
             self.pool.observer(index, q, k, v, out)
         self.pool.watch.attended(index)
         reference.store(self.pool.segments, index, batch, k, v)
-        return out.to(q.dtype).flatten(1)
+        return out[..., :d].to(q.dtype).flatten(1)
 
     forward_decode = forward_extend

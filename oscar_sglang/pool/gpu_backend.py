@@ -16,8 +16,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from ..kernels import cuda_store
 from ..kernels.accumulate import accumulate
+from ..kernels.begin import begin_rows
 from ..kernels.decode import DecodeAttention, DecodeStep
 from ..kernels.materialise import materialise
+from ..kernels.padding import padded
 from ..kernels.plan import claim_sinks
 from ..kernels.reference import history_end
 from ..kernels.restore import restore_sinks
@@ -26,6 +28,7 @@ from ..kernels.store import store
 from ..kernels.views import TokenBatch, layer_view
 from .cpu_backend import refuse_layer, refuse_layers
 from .memory_pool import served_pool
+from .parking import park
 from .prefix_tiles import ExtendPlan, Tile, plan_tiles, to_device
 from .watching import Watch
 
@@ -72,6 +75,7 @@ class OscarGpuBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.req_to_token_pool = runner.req_to_token_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
+        park(self.req_to_token_pool, self.pool.parking)
         library = self.pool.setup.prefill_attention
         self.varlen = varlen_attention(library, self.device)
         seg = self.pool.segments
@@ -171,9 +175,12 @@ class OscarGpuBackend(AttentionBackend):
         generation = to_device(self.req_to_token_pool.req_generation, self.device)[rows]
         started = (generation != self.seen_generation[rows]) & (rows > 0)
         self.seen_generation[rows] = generation
-        recent_start = self.pool.segments.windows.recent_start
-        recent_start[rows] = torch.where(started, prefix_lens, recent_start[rows])
-        self.pool.segments.windows.go_on(rows, prefix_lens)
+        windows, parking = self.pool.segments.windows, self.pool.parking
+        taken = None
+        if parking:
+            taken = to_device(parking.source, self.device), to_device(parking.low, self.device)
+        begin_rows(windows, rows, prefix_lens, started, taken)
+        windows.go_on(rows, prefix_lens)
         if any(fb.extend_prefix_lens_cpu):
             restore_sinks(
                 self.pool.segments,
@@ -226,7 +233,7 @@ class OscarGpuBackend(AttentionBackend):
             scale=layer.scaling,
             logit_cap=layer.logit_cap or 0.0,
         )
-        return out.flatten(1)
+        return out[..., : layer.v_head_dim].flatten(1)
 
     def forward_extend(
         self, q, k, v, layer: RadixAttention, forward_batch, save_kv_cache=True, **kwargs
@@ -235,7 +242,7 @@ class OscarGpuBackend(AttentionBackend):
         q, k, v, view = self._rows(q, k, v, layer, save_kv_cache, kwargs)
         now = self._of(Extend)
         assert now.tokens is not None
-        plan, out = now.plan, self._output(q, forward_batch)
+        plan, out = now.plan, self._output(q, layer, forward_batch)
         fresh = dict(cu_q=plan.cu_fresh, cu_k=plan.cu_fresh, max_q=plan.longest, max_k=plan.longest)
         shape = dict(scale=layer.scaling, logit_cap=layer.logit_cap)
         to = torch.empty_like(out) if plan.tiles else out
@@ -245,16 +252,18 @@ class OscarGpuBackend(AttentionBackend):
         if self.pool.observer:
             self.pool.observer(self.pool.index[layer.layer_id], q, k, v, out)
         store(view, now.tokens, q, k, v, None, triton_only=not self.decode_attention.cuda)
-        return out.flatten(1)
-
-    def _output(self, q: torch.Tensor, forward_batch) -> torch.Tensor:
-        """Where SGLang's prefill graph wants the result, or a new tensor like q [T, H, D]."""
         given = getattr(forward_batch, "_attn_output", None)
-        return (
-            torch.empty_like(q, memory_format=torch.contiguous_format)
-            if given is None
-            else given.view(q.shape)
-        )
+        if given is None or out.shape[-1] == layer.v_head_dim:
+            return out[..., : layer.v_head_dim].flatten(1)
+        return given.view(len(q), -1).copy_(out[..., : layer.v_head_dim].flatten(1))
+
+    def _output(self, q: torch.Tensor, layer: RadixAttention, forward_batch) -> torch.Tensor:
+        """Where SGLang's prefill graph wants the result, or a new tensor like q [T, H, D]: also if
+        heads are padded, which the graph's tensor has no room for."""
+        given = getattr(forward_batch, "_attn_output", None)
+        if given is None or q.shape[-1] != layer.v_head_dim:
+            return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return given.view(q.shape)
 
     def _add_prefix(self, view, plan: ExtendPlan, q, fresh, fresh_lse, out, shape) -> None:
         """Merge attention over the cached prefix and that over the fresh tokens into ``out``."""
@@ -300,7 +309,8 @@ class OscarGpuBackend(AttentionBackend):
 
     def _rows(self, q, k, v, layer: RadixAttention, save_kv_cache, kwargs):
         refuse_layer(layer, k, save_kv_cache, kwargs)
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        d = layer.qk_head_dim
+        q = padded(q.view(-1, layer.tp_q_head_num, d))
+        k = padded(k.view(-1, layer.tp_k_head_num, d))
+        v = padded(v.view(-1, layer.tp_v_head_num, d))
         return q, k, v, self.views[self.pool.index[layer.layer_id]]

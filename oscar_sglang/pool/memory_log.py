@@ -38,12 +38,14 @@ def block(
         + ", ".join(f"{plan.effective_bits(n):.2f} at {n}" for n in (8192, 131072))
         + " tokens"
     )
-    requests = plan.rows - 1
+    requests = plan.requests
+    parked = f" and of {plan.parked_rows} that left" if plan.parked_rows else ""
     cost = plan.window_bytes + plan.sink_cache_bytes
     yield (
-        f"up to {requests} running requests: their exact windows (sink {plan.windows.n_sink}, "
-        f"recent {plan.windows.n_recent}) and sink cache cost {cost / _GB:.3f} GB, as much as "
-        f"{cost // plan.bytes_per_token} tokens of history. Contexts above {tokens // requests} "
+        f"up to {requests} running requests: their exact windows{parked} (sink "
+        f"{plan.windows.n_sink}, recent {plan.windows.n_recent}) and sink cache cost "
+        f"{cost / _GB:.3f} GB, as much as {cost // plan.bytes_per_token} tokens of history. "
+        f"Contexts above {tokens // requests} "
         "tokens are limited by tokens: lower --max-running-requests to hold more; shorter ones by "
         f"requests: raise it. A request is smaller than in BF16 from {plan.break_even()} tokens"
     )

@@ -14,11 +14,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from ..artifact.fingerprint import Fingerprint
 from ..config import OscarError
 from ..kernels.codec import CodecSpec, LayerParams
-from ..kernels.layout import MemoryPlan, WindowLayout
+from ..kernels.layout import MemoryPlan, WindowLayout, stored_head_dim
 from ..kernels.reference import Segments
 from ..kernels.stores import HistoryStore, SinkCache, WindowStore, nbytes
 from .hybrid import attention_pool
 from .memory_log import block
+from .parking import Parking
 from .varlen import workspace_bytes
 from .watching import Watch
 
@@ -38,6 +39,7 @@ class PoolSetup:
     layer_ids: tuple[int, ...]  # the model's layers that have K and V, in the order of ``params``
     context: int  # tokens that a request's row of ``req_to_token`` holds
     data_free: bool = False  # the artifact's parameters are of no data
+    prefix_window: str = "reuse"  # of config.PREFIX_WINDOWS
     reprefill_tail: int = 0  # last tokens of a prompt computed even if cached
     decode_attention: Any = None  # kernels.decode.DecodeAttention, on a GPU
     prefill_attention: str | None = None  # its library, on a GPU
@@ -122,7 +124,11 @@ class OscarKVPool(MHATokenToKVPool):
         self.calibration = Calibration(
             setup.artifact_id, "data-free" if setup.data_free else "artifact"
         )
+        self.parking: Parking | None = None
         super().__init__(*args, **kwargs)
+        if setup.prefix_window == "park":
+            plan = setup.plan
+            self.parking = Parking(plan.rows, plan.windows.n_recent, self.page_size)
 
     def _create_buffers(self) -> None:
         plan, setup = self.setup.plan, self.setup
@@ -134,7 +140,8 @@ class OscarKVPool(MHATokenToKVPool):
                 f"artifact differ: {', '.join(map(str, counts))}; drop --kv-cache-dtype int2 (and "
                 "please report it)"
             )
-        layouts = [spec.layout(self.head_num, self.head_dim) for spec in setup.specs]
+        channels = stored_head_dim(self.head_dim)
+        layouts = [spec.layout(self.head_num, channels) for spec in setup.specs]
         assert layouts == plan.layouts
         layout = plan.history  # windows are the same in every layer
         self.k_buffer = self.v_buffer = ()
@@ -146,7 +153,7 @@ class OscarKVPool(MHATokenToKVPool):
             history = HistoryStore(layouts, layers, self.size + self.page_size, device)
             windows = WindowStore(plan.windows, layout, layers, plan.rows, dtype, device)
             sinks = SinkCache(layout, layers, plan.sink_cache_rows, dtype, device)
-            shape = (2, plan.scratch_tokens, self.head_num, self.head_dim)
+            shape = (2, plan.scratch_tokens, self.head_num, channels)
             on_cpu = torch.device(device).type == "cpu"
             scratch_dtype = torch.float32 if on_cpu else dtype
             self.scratch = torch.zeros(shape, dtype=scratch_dtype, device=device)
@@ -175,6 +182,8 @@ class OscarKVPool(MHATokenToKVPool):
 
     def forget_rows(self) -> None:
         """What any row holds is gone: no window begins anywhere, no sink is kept."""
+        if self.parking:
+            self.parking.clear()
         self.segments.windows.recent_start.zero_()
         self.segments.windows.written.zero_()
         self.segments.sinks.tag.fill_(-1)
@@ -272,6 +281,8 @@ class OscarKVPool(MHATokenToKVPool):
             "sink_hits": hits,
             "sink_misses": misses,
             "requests_on_prefix": on_prefix,
+            "windows_found": self.parking.found if self.parking else 0,
+            "windows_missed": self.parking.missed if self.parking else 0,
         }
         return {
             "codec": self.setup.spec.name,
@@ -284,7 +295,7 @@ class OscarKVPool(MHATokenToKVPool):
             "break_even_tokens": plan.break_even(),
             "sink_tokens": plan.windows.n_sink,
             "recent_tokens": plan.windows.n_recent,
-            "prefix_window": "recompute" if self.setup.reprefill_tail else "reuse",
+            "prefix_window": self.setup.prefix_window,
             "bytes": parts,
             "bytes_total": sum(parts.values()),
             "planned_bytes": self.planned_bytes(),

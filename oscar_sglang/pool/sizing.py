@@ -7,7 +7,7 @@ import math
 
 from ..config import DEFAULT_CODEC, OscarConfig
 from ..kernels.codec import CODECS
-from ..kernels.layout import MemoryPlan, WindowLayout
+from ..kernels.layout import MemoryPlan, WindowLayout, stored_head_dim
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 # of the sink cache) may take this share of the cache's memory, or half of it for the first few.
 _WINDOW_SHARE = 1 / 8
 _FEW_REQUESTS, _MAX_DEFAULT_REQUESTS = 8, 256
+# With --oscar-prefix-window park as many rows again keep the rings of requests that left, at most
+# this share of the memory: enough for a session per running request that waits for its next turn.
+_PARKED_SHARE = 1 / 32
 # Sinks of cached prefixes: two prefixes per running request, or this share of the memory, so that
 # few long sessions do not push each other's sinks out.
 _SINK_CACHE_SHARE = 1 / 100
@@ -61,15 +64,16 @@ def make_plan(
     context_length: int,
     max_total_tokens: int | None = None,
     widths: tuple[tuple[int, int], ...] = (),
+    hybrid: bool = False,
 ) -> MemoryPlan:
-    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``widths``:
-    bits of each layer's K and V, if the artifact says so.
+    """Plan of one rank. ``budget_bytes``: what SGLang found for the whole KV cache. ``head_dim``:
+    the model's. ``widths``: bits of each layer's K and V, if the artifact says so.
 
     ``max_running_requests`` None: chosen (``default_requests``).
     """
-    spec = CODECS[config.codec or DEFAULT_CODEC]
+    spec, channels = CODECS[config.codec or DEFAULT_CODEC], stored_head_dim(head_dim)
     windows = WindowLayout(config.sink_tokens, spec.ring_tokens(config.recent_tokens))
-    exact_row = layers * kv_heads * 2 * head_dim * itemsize
+    exact_row = layers * kv_heads * 2 * channels * itemsize
     if max_running_requests is None:
         sinks = 0 if config.sink_cache_tokens else 2 * config.sink_tokens
         row = (windows.tokens + sinks) * exact_row
@@ -80,19 +84,24 @@ def make_plan(
             max_running_requests,
             row / 2**20,
         )
+    parked = 0
+    if config.prefix_window == "park" and not hybrid:  # a hybrid's rows hold states, too
+        most = int(budget_bytes * _PARKED_SHARE) // (windows.tokens * exact_row)
+        parked = config.parked_rows or min(max_running_requests, most)
     on_cpu = device == "cpu"
-    floats, tables = sum(math.prod(shape) for shape in spec.tensors(head_dim).values()), 0
+    floats, tables = sum(math.prod(shape) for shape in spec.tensors(channels).values()), 0
     if not on_cpu:  # what the kernels derive from these
-        floats += spec.meta.kernel_floats(head_dim)
-        tables = spec.meta.table_bytes(head_dim, context_length + ROW_SLACK)
+        floats += spec.meta.kernel_floats(channels)
+        tables = spec.meta.table_bytes(channels, context_length + ROW_SLACK)
     sink_rows = config.sink_cache_tokens or default_sink_rows(
         config.sink_tokens, max_running_requests, budget_bytes, exact_row, max_total_tokens
     )
     return MemoryPlan(
         layers=layers,
-        history=spec.layout(kv_heads, head_dim),
+        history=spec.layout(kv_heads, channels),
         windows=windows,
-        rows=max_running_requests + 1,  # row 0 is SGLang's padding row
+        rows=max_running_requests + 1 + parked,  # row 0 is SGLang's padding row
+        parked_rows=parked,
         sink_cache_rows=sink_rows,
         scratch_tokens=config.scratch_tokens
         or min(_SCRATCH_TOKENS["cpu" if on_cpu else "cuda"], context_length),
@@ -101,4 +110,5 @@ def make_plan(
         codec_floats=floats,
         table_bytes=tables,
         widths=widths,
+        head_dim=head_dim,
     )

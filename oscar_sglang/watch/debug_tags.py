@@ -15,7 +15,8 @@ def watch_reads(backend: Any) -> None:
     from .read_tags import ReadTags
 
     table = backend.req_to_token_pool.req_to_token
-    backend.pool.watch = ReadTags(backend.pool.segments, table)
+    backend.pool.watch = tags = ReadTags(backend.pool.segments, table)
+    tags.parking = backend.pool.parking
     logger.warning("oscar: debug tags are on: every read is checked, which is slow")
 
 
@@ -25,6 +26,7 @@ def watch_steps(backend: Any, every: int | None = None) -> None:
 
     pool, every = backend.pool, every or DEFAULT_EVERY
     pool.watch = tags = Tags(pool.segments, backend.req_to_token, every)
+    tags.parking = pool.parking
     tags.probe = Probe(tags, backend.views, backend.decode_attention, pool.scratch)
     logger.warning(
         "oscar: debug tags are on: every write is recorded and every %d. step checked, which is "

@@ -15,7 +15,8 @@ between two forwards, where SGLang prepares metadata (on a CPU ``read_tags`` see
     seal    the last forward's tokens get their records: chain, position, checksum of the bytes that
             now lie at their slot, ring, sink and sink-cache rows
     start   a request that takes a row on a cached prefix: its slots must hold one unbroken sequence
-            from position 0, and its sink rows what the sink cache holds
+            from position 0, its sink rows what the sink cache holds, and ring rows that it takes
+            over from another row be those of its prefix
     check   in every ``every``-th step: at every address of every request's context, identity and
             bytes must be those of its own tokens, and the kernels, run on the cache as it is, must
             read the same rows as the reference (``probe``)
@@ -40,6 +41,7 @@ from ..pool.watching import Watch
 from .places import Flat, OwnershipError, Places, checksum
 
 if TYPE_CHECKING:
+    from ..pool.parking import Parking
     from ..pool.prefix_tiles import ExtendPlan
     from ..pool.sglang_types import ForwardBatch
 
@@ -93,6 +95,8 @@ class Tags(Watch):
         self.token = zeros(slots)
         self.row_chain, self.row_length, self.row_start = zeros(rows), zeros(rows), zeros(rows)
         self.fresh: Fresh | None = None
+        # Whose rings rows take over: the pool's Parking, None where rings end with their requests.
+        self.parking: Parking | None = None
         # On a GPU: runs the kernels on what they are about to read, gives the requests compared.
         self.probe: Callable[..., int] = lambda *_: 0
         self.armed = self.watching = False
@@ -196,7 +200,8 @@ class Tags(Watch):
         cut = ~started & (prefix < length)
         lost = torch.minimum(torch.maximum(begun, length - self.n_recent), prefix)
         begun = torch.where(cut, torch.maximum(begun, lost), begun)
-        self.row_start[rows] = torch.where(started, prefix, begun)
+        source, first = self._taken_over(rows, prefix)
+        self.row_start[rows] = torch.where(started, first, begun)
         self.row_length[rows] = torch.where(started | cut, prefix, length)
         last = torch.zeros_like(prefix)
         if total := sum(prefix_cpu):
@@ -208,7 +213,33 @@ class Tags(Watch):
             end = prefix.cumsum(0) - 1
             last = torch.where(prefix > 0, chains[end.clamp_min(0)], 0)
             self._restored(rows, prefix, started)
+            self._copied(rows, prefix, started & (source > 0), source, first)
         self.row_chain[rows] = torch.where(started | cut, last, self.row_chain[rows])
+
+    def _taken_over(self, rows, prefix) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whose ring each of ``rows`` [B] takes over if it starts (0: nobody's), and the position
+        it is exact from."""
+        if self.parking is None:
+            return torch.zeros_like(prefix), prefix
+        both = self.parking.source, self.parking.low
+        source, low = (x.to(self.device)[rows] for x in both)
+        first = torch.maximum(low, prefix - self.n_recent)
+        return source, torch.where(source > 0, first, prefix)
+
+    def _copied(self, rows, prefix, taken, source, first) -> None:
+        """Record the ring rows that requests took over, which must be those of their own prefix."""
+        place = torch.arange(self.n_recent, device=self.device)
+        position = prefix[:, None] - 1 - (prefix[:, None] - 1 - place) % self.n_recent
+        mine = taken[:, None] & (position >= first[:, None])
+        slots = torch.where(mine, self.table[rows[:, None], position.clamp_min(0)].long(), 0)
+        old, new = (
+            torch.where(mine, row[:, None] * self.n_recent + place, 0).flatten()
+            for row in (source, rows)
+        )
+        row, chains = rows[:, None].expand_as(mine).flatten(), self.slots.chain[slots].flatten()
+        position, sums = position.flatten(), self._sums(self.ring, new)
+        self._compare(self.ring, (row, position), old, chains, mine.flatten(), sums)
+        self.ring.put(new, chains, position, sums)
 
     def _restored(self, rows, prefix, started) -> None:
         """Record the sink rows that requests got from their prefix; from the sink cache where it

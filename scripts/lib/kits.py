@@ -13,7 +13,10 @@ import random
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+
+from scripts.lib.traffic import absent_datasets
 
 MODULES = "sglang.test.kits"
 
@@ -130,9 +133,15 @@ def kit_classes(folder: Path) -> set[str]:
     return found
 
 
+def load(kit: Kit) -> ModuleType:
+    """Its module; ImportError where that needs a package."""
+    with absent_datasets():
+        return importlib.import_module(f"{MODULES}.{kit.module}")
+
+
 def test_case(kit: Kit, server, model: str, small: bool) -> type[unittest.TestCase]:
     """The kit as a class for a running server; ImportError where it needs a package."""
-    module = importlib.import_module(f"{MODULES}.{kit.module}")
+    module = load(kit)
     base = f"http://127.0.0.1:{server.port}"
     attributes: dict[str, Any] = {"base_url": base, "process": server.process, "model": model}
     attributes["api_key"] = "EMPTY"

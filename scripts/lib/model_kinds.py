@@ -115,6 +115,12 @@ def _hybrid(name: str, head_dim: int, **more) -> Kind:
     return Kind(make, **dict(flags=_few_states, gpu=gpu, sinks=1024, hits=("turn",)) | more)
 
 
+def _state_space(name: str, **sizes) -> Kind:
+    """The same for Mamba-2 and LFM2's convolutions."""
+    kind = dict(flags=_few_states, gpu="kernels for Mamba-2", sinks=1024, hits=("turn",))
+    return Kind(_tiny(name, **sizes), **kind)
+
+
 # A FlashAttention-3 build may lack head_dim 256 and FP16; then a server ends, and says so too late.
 _NO_FA3 = dict(
     exact=("--attention-backend", "triton"), int2=("--oscar-prefill-attention", "flashinfer")
@@ -131,6 +137,19 @@ KINDS = {
     "qwen3-next-256": _hybrid("qwen3-next", 256, **_NO_FA3),
     # SGLang keeps no states for the prefix cache of this form, the text-only one.
     "qwen3.5-128": _hybrid("qwen3.5", 128, flags=_no_prefix_cache, hits=()),
+    "mistral-64": Kind(_tiny("mistral")),  # a window that SGLang leaves out
+    "phi3-96": Kind(_tiny("phi3")),  # in rows of 128
+    "qwen3-vl-64": Kind(_tiny("qwen3-vl")),  # text alone
+    "nemotron-h-128": _state_space(
+        "nemotron-h", head_dim=128, mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=128
+    ),
+    "granite-hybrid-128": _state_space(
+        "granite-hybrid", hidden_size=1024, mamba_n_heads=32, mamba_d_state=128
+    ),
+    "falcon-h1-128": _state_space(
+        "falcon-h1", head_dim=128, mamba_d_head=64, mamba_d_ssm=256, mamba_d_state=128
+    ),
+    "lfm2-128": _state_space("lfm2", hidden_size=1024),
     "fp8-128": Kind(
         _tiny("qwen3"),
         lambda folder: ["--quantization", "fp8"],
@@ -147,6 +166,12 @@ KINDS = {
         _with_adapters, _adapter_flags, adapters=ADAPTERS, gpu="SGLang pins memory for adapters"
     ),
 }
+
+# Made where there was no GPU: not in the committed results yet.
+UNMEASURED = frozenset(
+    ("mistral-64", "phi3-96", "qwen3-vl-64", "nemotron-h-128", "granite-hybrid-128")
+    + ("falcon-h1-128", "lfm2-128")
+)
 
 
 def text_ids(folder: Path, vocab: int, text: Path) -> list[int]:

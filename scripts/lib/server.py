@@ -127,6 +127,10 @@ class Server(Client):
             )
 
     def __exit__(self, *_exc) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it with all that it has started."""
         try:
             os.killpg(self.process.pid, 9)
         except ProcessLookupError:

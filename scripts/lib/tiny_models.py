@@ -17,7 +17,7 @@ from transformers import (
 
 VOCAB = 256
 _PEAK = 8
-_COMMON = dict(
+COMMON = dict(
     vocab_size=VOCAB,
     hidden_size=128,
     intermediate_size=128,
@@ -56,8 +56,13 @@ FAMILIES = {
     "qwen2-window": dict(
         model_type="qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
-    "phi4-mini": dict(  # one projection of Q, K and V, RoPE on three quarters of the channels
-        model_type="phi3", sliding_window=16, partial_rotary_factor=0.75, pad_token_id=0
+    # Q, K and V in one projection; RoPE on three quarters of the channels; rows of 128 cached
+    "phi3": dict(
+        model_type="phi3",
+        head_dim=96,
+        sliding_window=16,
+        partial_rotary_factor=0.75,
+        pad_token_id=0,
     ),
     "qwen3-moe": dict(model_type="qwen3_moe", head_dim=64, num_experts=4, **_MOE),
     "glm4-moe": dict(  # biased K, QK-norm, RoPE on half of the channels, a dense first layer
@@ -124,7 +129,7 @@ SPECIAL = {
     )
 }
 PATCH = 8
-_VISION = dict(
+VISION = dict(
     depth=2,
     hidden_size=64,
     intermediate_size=64,
@@ -133,7 +138,7 @@ _VISION = dict(
     spatial_merge_size=2,
     temporal_patch_size=2,
 )
-_VISION_IDS = dict(
+VISION_IDS = dict(
     image_token_id=SPECIAL["<|image_pad|>"],
     video_token_id=SPECIAL["<|video_pad|>"],
     vision_start_token_id=SPECIAL["<|vision_start|>"],
@@ -141,7 +146,7 @@ _VISION_IDS = dict(
 )
 
 
-def _mrope(*sections: int, **more) -> dict:
+def mrope(*sections: int, **more) -> dict:
     plain = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
     return plain | more
 
@@ -150,22 +155,22 @@ def _mrope(*sections: int, **more) -> dict:
 FAMILIES |= {
     "qwen3-vl": dict(
         model_type="qwen3_vl",
-        text_config=dict(head_dim=64, rope_parameters=_mrope(12, 10, 10, mrope_interleaved=True)),
+        text_config=dict(head_dim=64, rope_parameters=mrope(12, 10, 10, mrope_interleaved=True)),
         vision_config=dict(
-            _VISION, out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0]
+            VISION, out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0]
         ),
-        **_VISION_IDS,
+        **VISION_IDS,
     ),
     "qwen2.5-vl": dict(  # biased K; its window is for layers that none of its checkpoints has
         model_type="qwen2_5_vl",
-        text_config=dict(rope_parameters=_mrope(4, 6, 6)),
-        vision_config=dict(_VISION, out_hidden_size=128, fullatt_block_indexes=[1], window_size=32),
-        **_VISION_IDS,
+        text_config=dict(rope_parameters=mrope(4, 6, 6)),
+        vision_config=dict(VISION, out_hidden_size=128, fullatt_block_indexes=[1], window_size=32),
+        **VISION_IDS,
     ),
 }
 # config.json of the first of them, for runs with dummy weights or with none at all.
 LLAMA = {
-    **_COMMON,
+    **COMMON,
     **FAMILIES["llama-64"],
     "architectures": ["LlamaForCausalLM"],
     "max_position_embeddings": 1024,
@@ -175,23 +180,24 @@ LLAMA = {
 }
 
 
-def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:
+def family(name: str, folder: Path, *, sharp: bool = False, seed: int = 0, **changes) -> Path:
     """One of ``FAMILIES``: random weights, biases included; ``changes`` to its config.
 
     ``sharp``: distributions far from uniform, so that differences of them mean something.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     spec = FAMILIES[name]
     if "text_config" in spec:
-        text = {**_COMMON, **spec["text_config"], **changes}
-        config = AutoConfig.for_model(**{**spec, "text_config": text})
+        text = {**COMMON, **spec["text_config"], **changes}
+        vision = spec["vision_config"] | {"out_hidden_size": text["hidden_size"]}
+        config = AutoConfig.for_model(**{**spec, "text_config": text, "vision_config": vision})
     else:
-        config = AutoConfig.for_model(**{**_COMMON, **spec, **changes})
+        config = AutoConfig.for_model(**{**COMMON, **spec, **changes})
     plain = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     model = (AutoModelForCausalLM if plain else AutoModelForImageTextToText).from_config(config)
     if sharp:
         _sharpen(model)
-    _write(model, folder)
+    write(model, folder)
     if pattern := spec.get("hybrid_override_pattern"):  # as checkpoints have it
         edit_config(folder, hybrid_override_pattern=pattern, layers_block_type=None)
     return folder
@@ -200,7 +206,7 @@ def family(name: str, folder: Path, *, sharp: bool = False, **changes) -> Path:
 def head_dim(name: str) -> int:
     """Channels of a head of one of ``FAMILIES``."""
     spec = FAMILIES[name]
-    text = _COMMON | spec.get("text_config", spec)
+    text = COMMON | spec.get("text_config", spec)
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
@@ -238,7 +244,7 @@ def _sharpen(model) -> None:
             p.normal_(std=1.2 / _PEAK / p.shape[1] ** 0.5)
 
 
-def _write(model, folder: Path) -> Path:
+def write(model, folder: Path) -> Path:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -1,4 +1,5 @@
-"""What a tiny model of pictures needs beside its weights: words, a chat template, a processor."""
+"""Tiny models of pictures: what they need beside weights (words, a chat template, a processor), and
+formats that keep their language model as a part of another."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
-from .tiny_models import PATCH, SPECIAL, VOCAB
+from .tiny_models import COMMON, PATCH, SPECIAL, VISION, VISION_IDS, VOCAB, family, mrope, write
 
 _TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ ' ' + m.content }}{% else %}"
@@ -62,3 +65,77 @@ def data_url(image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "png")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def omni(folder: Path) -> Path:
+    """Qwen3-Omni without its talker; of the thinker's audio and vision parts the smallest."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    rope = mrope(12, 10, 10, mrope_interleaved=True)
+    vision = dict(
+        VISION, out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0]
+    )
+    audio = dict(encoder_layers=1, d_model=64, encoder_attention_heads=2, encoder_ffn_dim=64)
+    thinker = dict(
+        text_config={**COMMON, **experts, "head_dim": 64, "rope_parameters": rope},
+        vision_config=vision,
+        audio_config={**audio, "downsample_hidden_size": 32, "output_dim": 128},
+        audio_token_id=3,
+        **VISION_IDS,
+    )
+    thinker.pop("vision_end_token_id")
+    config = AutoConfig.for_model("qwen3_omni_moe", thinker_config=thinker)
+    config.enable_audio_output = False
+    config.architectures = ["Qwen3OmniMoeForConditionalGeneration"]
+    torch.manual_seed(0)
+    write(AutoModelForImageTextToText.from_config(config.thinker_config), folder)
+    _prefix(folder, "thinker.")
+    config.save_pretrained(folder)
+    return folder
+
+
+def internvl(folder: Path) -> Path:
+    """InternVL's own format around a Qwen3. Its vision part has no weights: for text alone."""
+    family("qwen3", folder)
+    vision = dict(
+        architectures=["InternVisionModel"],
+        model_type="intern_vit_6b",
+        norm_type="layer_norm",
+        hidden_act="gelu",
+        qkv_bias=True,
+        qk_normalization=False,
+        use_flash_attn=False,
+        layer_norm_eps=1e-6,
+        initializer_range=0.02,
+        initializer_factor=1.0,
+        **dict(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, intermediate_size=64),
+        **dict(image_size=28, patch_size=14),
+        **dict.fromkeys(("drop_path_rate", "dropout", "attention_dropout"), 0.0),
+    )
+    config = dict(
+        architectures=["InternVLChatModel"],
+        model_type="internvl_chat",
+        llm_config=json.loads((folder / "config.json").read_text()),
+        vision_config=vision,
+        template="internvl2_5",
+        ps_version="v2",
+        downsample_ratio=0.5,
+        select_layer=-1,
+        force_image_size=28,
+        **dict(dynamic_image_size=True, use_thumbnail=True),
+        **dict(min_dynamic_patch=1, max_dynamic_patch=12),
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    _prefix(folder, "language_model.")
+    return folder
+
+
+def _prefix(folder: Path, prefix: str) -> None:
+    file = folder / "model.safetensors"
+    weights = {n if n.startswith(prefix) else prefix + n: w for n, w in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+
+
+# Name -> maker, and the channels of a head.
+WRAPPED = {"qwen3-omni": (omni, 64), "internvl": (internvl, 128)}

@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -148,7 +148,3 @@ def price(row: dict[str, Any], per_hour: float) -> dict[str, float | None]:
     output, prompt = row["output_tokens_per_s"], row["prompt_tokens_per_s"]
     both = {"price_per_m_output": output, "price_per_m_tokens": output + prompt}
     return {k: round(per_hour / 3600 / v * 1e6, 4) if v else None for k, v in both.items()}
-
-
-def conditions(load: Load) -> dict[str, Any]:
-    return {k: v for k, v in asdict(load).items() if k != "users"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -25,6 +26,23 @@ BLOCK = 8  # tokens whose latencies are averaged: a chunk of HTTP may bring seve
 MIN_BLOCKS = 3  # per stream, below which a median says little
 
 
+@contextlib.contextmanager
+def absent_datasets() -> Iterator[None]:
+    """SGLang's clients and tests import Hugging Face's `datasets` for workloads of their own; a
+    server needs no such thing, so where it is not installed an empty one is there meanwhile."""
+    if importlib.util.find_spec("datasets") is not None:
+        yield
+        return
+    standin = types.ModuleType("datasets")
+    standin.__spec__ = importlib.util.spec_from_loader("datasets", None)
+    standin.load_dataset = None
+    sys.modules["datasets"] = standin
+    try:
+        yield
+    finally:
+        del sys.modules["datasets"]
+
+
 @functools.cache
 def sglang_client() -> types.ModuleType:
     """``sglang.benchmark.serving``, set up once."""
@@ -32,17 +50,8 @@ def sglang_client() -> types.ModuleType:
 
     if not has_gpu():
         enter_cpu_mode()
-    # It imports Hugging Face's `datasets` for an image workload only; a server needs no such thing.
-    absent = importlib.util.find_spec("datasets") is None
-    if absent:
-        standin = types.ModuleType("datasets")
-        standin.__spec__ = importlib.util.spec_from_loader("datasets", None)
-        standin.load_dataset = None
-        sys.modules["datasets"] = standin
-    from sglang.benchmark import serving
-
-    if absent:
-        del sys.modules["datasets"]
+    with absent_datasets():
+        from sglang.benchmark import serving
     serving.set_global_args(
         argparse.Namespace(
             temperature=0.0,

@@ -1,7 +1,7 @@
 """Stands for the package of this name, on a CPU: what was allocated in a region is thrown away.
 
 While a region is paused its bytes are 0xFF (NaN in every float, -1 in every integer), as memory
-that nobody should read; after a resume they are zero or, with $MEMORY_SAVER_RETURNS=rubbish, 0xFF.
+that nobody should read; after a resume they are zero or, with $OSCAR_TEST_MEMORY=rubbish, 0xFF.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _MemorySaver:
         print(f"memory saver: {tag} lost {self._fill(tag, 0xFF)} bytes", flush=True)
 
     def resume(self, tag: str) -> None:
-        self._fill(tag, 0xFF if os.environ.get("MEMORY_SAVER_RETURNS") == "rubbish" else 0)
+        self._fill(tag, 0xFF if os.environ.get("OSCAR_TEST_MEMORY") == "rubbish" else 0)
 
     def _fill(self, tag: str, value: int) -> int:
         for storage in self.regions[tag].values():

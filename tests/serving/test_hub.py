@@ -173,16 +173,15 @@ def test_commands_take_a_hub_name(hub, revisions, tmp_path, monkeypatch, capsys)
 
 
 def test_doctor_takes_a_hub_name_and_fetches_nothing_that_is_refused(hub, revisions, tmp_path):
-    folder = tmp_path / "sliding"
+    folder = tmp_path / "odd"
     shutil.copytree(revisions["main"], folder)
-    edit_config(folder, sliding_window=64, use_sliding_window=True, model_type="mistral")
-    edit_config(folder, architectures=["MistralForCausalLM"])
-    hub.revisions["sliding"] = folder
+    edit_config(folder, is_causal=False)
+    hub.revisions["odd"] = folder
     (fits,) = [c for c in doctor.examine(NamedModel(NAME)) if c.name == "artifact"]
     assert fits.status == doctor.NOTE and "first start calibrates" in fits.detail
     hub.fetched.clear()
-    found = {c.name: c for c in doctor.examine(NamedModel(NAME, "sliding"))}
-    assert found["model MistralForCausalLM"].status == doctor.FAIL and "artifact" not in found
+    found = {c.name: c for c in doctor.examine(NamedModel(NAME, "odd"))}
+    assert found["model LlamaForCausalLM"].status == doctor.FAIL and "artifact" not in found
     assert {name for _, name in hub.fetched} <= {"config.json", "generation_config.json"}
 
 

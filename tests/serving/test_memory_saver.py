@@ -31,7 +31,7 @@ def answers(server: Server) -> list:
 def test_a_release_and_a_resume_change_no_answer(tmp_path, monkeypatch, codec, returns):
     monkeypatch.setenv("OSCAR_SGLANG_CACHE", str(tmp_path / "cache"))
     path = os.pathsep.join(filter(None, [str(EMULATION), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": path, "MEMORY_SAVER_RETURNS": returns}
+    env = {"PYTHONPATH": path, "OSCAR_TEST_MEMORY": returns}
     model = tiny_models.llama(tmp_path / "model")
     log, flags = tmp_path / "log", [*FLAGS, "--oscar-codec", codec]
     with Server(model, log, *flags, env=env) as server:

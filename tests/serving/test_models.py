@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from oscar_sglang.kernels.layout import SUPPORTED_HEAD_DIMS, HistoryLayout
+from oscar_sglang.kernels.layout import (
+    PADDED_HEAD_DIMS,
+    SUPPORTED_HEAD_DIMS,
+    HistoryLayout,
+    stored_head_dim,
+)
 from scripts.lib.tiny_models import FAMILIES, head_dim
+from scripts.lib.tiny_vision import WRAPPED
 from tests.support.runner import result_of
 
 pytestmark = pytest.mark.sglang
+DIMS = {name: head_dim(name) for name in FAMILIES} | {name: d for name, (_, d) in WRAPPED.items()}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return result_of("model_parity", tmp_path_factory.mktemp("families"), *FAMILIES)
+    return result_of("model_parity", tmp_path_factory.mktemp("families"), *DIMS)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DIMS)
 def test_family(results, name):
     result = results[name]
     assert "error" not in result, result["error"]
@@ -26,12 +33,14 @@ def test_family(results, name):
     # Fresh prompts are exact, the rest reads codes: another answer, but a related one.
     assert max(result["narrow"][:2]) < 1e-4
     assert 1e-4 < max(result["narrow"]) < 2, result["narrow"]
-    pool, dim = result["pool"], head_dim(name)
+    pool, dim = result["pool"], DIMS[name]
     assert (pool["layers"], pool["heads"], pool["dim"]) == (2, 2, dim)
-    assert pool["bits_per_element"] == HistoryLayout(2, dim).bits_per_element
+    channels = stored_head_dim(dim)
+    bits = HistoryLayout(2, channels).bits_per_element * channels / dim
+    assert pool["bits_per_element"] == pytest.approx(bits)
     assert pool["bytes"] == pool["planned_bytes"]
 
 
 def test_families_cover_the_head_dims_of_real_models():
-    dims = set(map(head_dim, FAMILIES))
-    assert {64, 128, 256} <= dims <= set(SUPPORTED_HEAD_DIMS)
+    dims = set(DIMS.values())
+    assert {64, 96, 128, 256} <= dims <= {*SUPPORTED_HEAD_DIMS, *PADDED_HEAD_DIMS}

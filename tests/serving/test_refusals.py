@@ -19,7 +19,7 @@ pytestmark = pytest.mark.sglang
 
 MODELS = {
     "llama": LLAMA,
-    "head96": {**LLAMA, "head_dim": 96},
+    "head48": {**LLAMA, "head_dim": 48},
     "window": {
         **LLAMA,
         "architectures": ["Olmo3ForCausalLM"],
@@ -113,7 +113,7 @@ CASES = {
         {},
         ["codec", "feedback", "oscar"],
     ),
-    "head_dim 96": ("head96", "good", (), {}, ["head_dim 96", "powers of two"]),
+    "head_dim 48": ("head48", "good", (), {}, ["head_dim 48", "supported: 16, 32, 64, 80"]),
     "sliding window": ("window", "good", (), {}, ["sliding-window", "drop --kv-cache-dtype"]),
     "hybrid sliding window": ("gemma", "good", (), {}, ["sliding-window"]),
     "local layers and sinks": ("gpt-oss", "good", (), {}, ["sliding-window", "drop --kv-cache"]),

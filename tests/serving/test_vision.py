@@ -19,7 +19,7 @@ FLAGS = ("--device", "cpu", "--dtype", "float32", "--kv-cache-dtype", "int2")
 FLAGS += ("--oscar-sink-tokens", "256", "--oscar-recent-tokens", "256")
 FLAGS += ("--oscar-sink-cache-tokens", "1088", "--oscar-prefix-window", "reuse")
 FLAGS += ("--max-total-tokens", "1024", "--max-running-requests", "2", "--enable-cache-report")
-FLAGS += ("--disable-fast-image-processor",)  # the fast one needs the real torchvision
+FLAGS += ("--image-processor-backend", "pil")  # the other needs the real torchvision
 
 
 def say(*parts) -> dict:

@@ -42,11 +42,13 @@ def import_sglang() -> None:
 
 
 def fork_instead_of_spawn() -> None:
-    """Of multiprocessing, in this process; SGLang asks for "spawn" later, in vain."""
+    """Of multiprocessing, in this process; who asks for "spawn" later, asks in vain."""
     from sglang.srt.runtime_context import reset_context
 
     multiprocessing.set_start_method("fork", force=True)
+    context = multiprocessing.get_context("fork")
     multiprocessing.set_start_method = lambda *_args, **_options: None
+    multiprocessing.get_context = lambda _method=None: context
     run = multiprocessing.process.BaseProcess.run
 
     def run_in_a_new_state(self) -> None:

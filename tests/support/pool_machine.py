@@ -30,6 +30,7 @@ from oscar_sglang.kernels.codec import CODECS, LayerParams, with_rope
 from oscar_sglang.kernels.codec_position import Rope
 from oscar_sglang.kernels.layout import WindowLayout
 from oscar_sglang.kernels.stores import HistoryStore, SinkCache, WindowStore
+from oscar_sglang.pool.parking import Parking
 from oscar_sglang.watch.places import link
 from oscar_sglang.watch.read_tags import ReadTags
 
@@ -48,7 +49,9 @@ class Request:
     limit: int
     done: int = 0
     hit: int = 0
+    exact_from: int = 0  # ring rows of earlier positions were never there
     overwritten: int = 0  # ring rows of positions below it hold tokens that were given up
+    is_cut: bool = False
     lost_sinks: list[int] = field(default_factory=list)
     kv: ReqKvInfo = field(default_factory=ReqKvInfo)
     lock: object = None
@@ -73,10 +76,26 @@ class Request:
         return self.kv.req_pool_idx
 
 
+class Guest:
+    """What ``Parking`` reads of SGLang's request."""
+
+    extra_key = cache_salt = None
+
+    def __init__(self, request: Request) -> None:
+        self.origin_input_ids, self.output_ids = array("q", request.wanted), array("q")
+        self.kv = SimpleNamespace(
+            req_pool_idx=request.req_pool_idx,
+            kv_committed_len=request.done,
+            kv_allocated_len=request.done,
+        )
+        self.prefix_len = request.hit
+
+
 class Machine:
     """``Machine(seed)``, then operations by name; ``check_idle`` ends it.
 
     n_sink  exact first tokens; not a multiple of the page, so that pages straddle the boundary
+    park    rings outlive their requests (``pool/parking.py``)
     """
 
     OPERATIONS = ("start",) * 4 + ("forward",) * 12 + ("finish",) * 3 + ("publish",) * 3
@@ -90,6 +109,7 @@ class Machine:
         page: int = 1,
         n_sink: int = 4,
         codec_name: str = "feedback",
+        park: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         spec = CODECS[codec_name]
@@ -130,6 +150,8 @@ class Machine:
         self.tree = RadixCache.create_simulated(mock_allocator=self.slots, page_size=page)
         self.tree.req_to_token_pool = self.rows
         self.tags = ReadTags(self.seg, self.rows.req_to_token)
+        self.parking = Parking(ROWS + 1, self.n_ring, page) if park else None
+        self.tags.parking = self.parking
         self.scratch = torch.full((2, 13 * self.context // 64, 1, D), torch.nan)
         self.bank = torch.randn(3, BANK, 1, D, generator=g)
         self.coded = None if self.block > 1 else self._coded_bank(params)
@@ -140,7 +162,7 @@ class Machine:
         self.waiting: list[Request] = []
         self.counts = dict.fromkeys(
             ("operations", "forwards", "hits", "evicted", "retracted", "cut", "lost_sinks"), 0
-        )
+        ) | ({"windows_taken": 0} if park else {})
 
     def _coded_bank(self, params: LayerParams) -> list[torch.Tensor]:
         """K [positions, tokens, 1, D] and V [tokens, 1, D] as history gives them back; one position
@@ -209,8 +231,13 @@ class Machine:
         else:
             wanted = self.prompt()
             request = Request(wanted, min(self.context, len(wanted) + self.rng.randrange(1, 24)))
-        key = RadixKey(array("q", request.wanted[:-1]))
+        guest = Guest(request)
+        tail = self.parking.tail(guest) if self.parking else 0
+        key = RadixKey(array("q", request.wanted[: len(request.wanted) - max(1, tail)]))
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        guest.prefix_len = match.device_prefix_len
+        if self.parking:
+            self.parking.take(self.rows.free_slots, [guest])
         self.rows.alloc([request])
         request.last_node = match.last_device_node
         slots = self.tree.path_device_indices(request.last_node)
@@ -222,12 +249,19 @@ class Machine:
         self.counts["hits"] += hit > 0
         # The backend sees a request in its first forward; until then nothing may be read.
         request.new = True
+        if self.parking:  # as SGLang does: what is taken over is still there
+            self._run([request])
+            if vars(request).get("new"):
+                self._release(request, insert=False)
 
     def forward(self) -> None:
         """Decodes, chunks on a prefix and fresh prompts of a random subset, as one batch."""
         self.rng.shuffle(self.running)
+        self._run(self.running[: self.rng.randrange(1, ROWS + 1)])
+
+    def _run(self, requests: list[Request]) -> None:
         work = []
-        for request in self.running[: self.rng.randrange(1, ROWS + 1)]:
+        for request in requests:
             if request.done == len(request.wanted):
                 if request.done >= request.limit:
                     continue
@@ -273,6 +307,7 @@ class Machine:
         lost = min(target, request.done - self.n_ring)
         request.overwritten = max(request.overwritten, lost)
         request.done = request.kv_committed_len = target
+        request.is_cut = True
         more = [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 24))]
         request.wanted = (request.wanted[:target] + more)[: request.limit]
         self.counts["cut"] += 1
@@ -309,7 +344,8 @@ class Machine:
             channels[free // self.block] = torch.nan
         for view in self.seg.history.views(0):
             view[free // 16, ..., free % 16, :] = 3 if view.dtype == torch.uint8 else torch.nan
-        rows, windows = self.rows.free_slots, self.seg.windows
+        windows, kept = self.seg.windows, self.parking.left() if self.parking else ()
+        rows = [row for row in self.rows.free_slots if row not in kept]
         for store in (windows.sink_k, windows.sink_v, windows.recent_k, windows.recent_v):
             store[0][rows] = torch.nan
 
@@ -359,6 +395,10 @@ class Machine:
             self.tree.checkpoint(request, up_to=request.done)
         self.tree.free_kv_row(request.kv, [(request.kv.cache_protected_len, request.done)])
         self.tree.unlock(request.lock)
+        if self.parking and (request.is_cut or vars(request).get("new")):  # as of a session
+            self.parking.forget(request.req_pool_idx)
+        elif self.parking:
+            self.parking.leave(Guest(request), request.exact_from)
         self.rows.free(request)
         self.running.remove(request)
 
@@ -371,7 +411,12 @@ class Machine:
             held = [self.cached_sinks.get(s % len(self.seg.sinks.tag)) == s for s in slots.tolist()]
             request.lost_sinks = [p for p in range(min(hit, self.n_sink)) if not held[p]]
             self.counts["lost_sinks"] += len(request.lost_sinks)
-            self.seg.windows.recent_start[row] = hit
+            taken = ()
+            if self.parking:
+                taken = int(self.parking.source[row]), int(self.parking.low[row])
+                self.counts["windows_taken"] += taken[0] > 0
+            self.seg.windows.begin(row, hit, *taken)
+            request.exact_from = max(taken[1], hit - self.n_ring) if taken and taken[0] else hit
             if hit:
                 reference.restore_sinks(self.seg, row, slots[: self.n_sink])
         return torch.tensor(started)
@@ -425,7 +470,7 @@ class Machine:
         """Rows done..done+n-1 over explicitly chosen exact or decoded rows, [n, 1, D]."""
         first, end = request.done, request.done + n
         coded = torch.zeros(end, dtype=torch.bool)
-        recent = max(request.hit, request.overwritten, first + 1 - self.n_ring)
+        recent = max(request.exact_from, request.overwritten, first + 1 - self.n_ring)
         recent += -recent % self.block
         coded[self.n_sink : min(first, recent)] = True
         coded[request.lost_sinks] = True
@@ -448,5 +493,6 @@ def _index(tokens: list[int]) -> torch.Tensor:
 def report(machines: list[Machine]) -> dict[str, int]:
     """Counts of all machines, summed."""
     total = SimpleNamespace(tokens=sum(m.tags.checked_tokens for m in machines))
-    counts = {k: sum(m.counts[k] for m in machines) for k in machines[0].counts}
+    names = dict.fromkeys(name for m in machines for name in m.counts)
+    counts = {name: sum(m.counts.get(name, 0) for m in machines) for name in names}
     return {**counts, "reads_checked": total.tokens}
