@@ -65,6 +65,17 @@ def begin_rows(
     channels = min(_CHANNELS, triton.next_power_of_2(width))
     grid = (len(rows), triton.cdiv(n_recent, _ROWS), layers)
     _begin_kernel[grid](
-        keys, windows.recent_v.stack, rows, prefix_lens, started, source, low, keys.stride(0),
-        n_recent, width, _ROWS, channels, num_warps=4,
-    )  # fmt: skip
+        ring_k=keys,
+        ring_v=windows.recent_v.stack,
+        rows=rows,
+        prefix_lens=prefix_lens,
+        started=started,
+        source=source,
+        low=low,
+        layer_stride=keys.stride(0),
+        n_recent=n_recent,
+        width=width,
+        TR=_ROWS,
+        TC=channels,
+        num_warps=4,
+    )
