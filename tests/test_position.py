@@ -21,7 +21,7 @@ from oscar_sglang.calibration.collect import collect, load_model, model_turning
 from oscar_sglang.calibration.fit import fit_layer
 from oscar_sglang.calibration.rope import Turning, checked, turned_back, turning
 from oscar_sglang.calibration.stats import LayerStats, Moments
-from oscar_sglang.kernels import codec, codec_position
+from oscar_sglang.kernels import codec, codec_compact, codec_position
 from oscar_sglang.kernels.codec import CODECS
 from oscar_sglang.kernels.codec_position import TILE, Rope
 from scripts.lib.tiny_models import FAMILIES, family, random_ids
@@ -327,7 +327,7 @@ def test_logits_are_a_product_and_a_bias(moments):
     hat = spec.decode_k(params, rows, at)
     q_rot = codec.rotate(q, params.queries)
     codes = codec.unpack(rows.packed).double()
-    meta = codec.codec_compact.decode_meta(rows.meta, params.grid[:, 0], 32).double()
+    meta = codec_compact.decode_meta(rows.meta, params.grid[:, 0], 32).double()
     table = spec.meta.rope.table(100)[at // TILE].double()
     matrix = codec_position.mean_matrix(spec.meta.rope, params.mean)
     c = torch.einsum("thd,hed->the", q.double(), matrix)
