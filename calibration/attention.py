@@ -80,6 +80,6 @@ def _dispatch(module, query, key, value, attention_mask, scaling=None, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     function, index = _active[-1]
     d = query.shape[-1]
-    rows = (padded(x) for x in (query, key, value))
-    out = function(index[module.layer_idx], *rows, scale)[..., :d]
+    q, k, v = (padded(x) for x in (query, key, value))
+    out = function(index[module.layer_idx], q, k, v, scale)[..., :d]
     return out.transpose(1, 2).contiguous(), None
