@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from oscar_sglang.kernels.accumulate import accumulate
+from oscar_sglang.kernels.begin import begin_rows
 from oscar_sglang.kernels.materialise import materialise
 from oscar_sglang.kernels.restore import restore_sinks
 from oscar_sglang.kernels.rotate import join_prefix, rotate_queries
@@ -63,6 +64,7 @@ def main(sm: int, dim: int, codec_name: str) -> dict[str, int]:
     table = x.req_to_token
     materialise(view, table, one, zero, torch.tensor([0, n]), torch.tensor([30]), n, *prefix)
     accumulate(out.float(), lse, out, lse)
+    begin_rows(x.seg.windows, one, torch.tensor([30]), one > 0, (zero.repeat(2), one.repeat(2)))
     restore_sinks(x.seg, table, one, torch.tensor([30]), one > 0, torch.zeros(3, dtype=torch.int64))
     return shared
 
